@@ -18,7 +18,6 @@ from dcmdp_jax.algorithm.dual import dual_init
 from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.models.row_logprobs import RowOutputs
-from dcmdp_jax.training.rescore import OLD_LOGPROBS
 from dcmdp_jax.training.state import new_state
 from dcmdp_jax.training.step import StepSetup, make_train_step
 from tests.support import step_runs
@@ -237,7 +236,7 @@ def _packed_step(data, clip_high):
     )
     assert max(np.max(bucket.segment_ids) for bucket in batch.rows) == 2
     rows = (
-        bucket.with_columns(**{OLD_LOGPROBS: tables["old_logprobs"][bucket.input_ids]})
+        bucket.with_columns(old_logprobs=tables["old_logprobs"][bucket.input_ids])
         for bucket in batch.rows
     )
     batch = batch._replace(rows=tuple(rows))
@@ -388,15 +387,14 @@ def test_bad_input_is_one_line_that_names_the_argument(message):
     with pytest.raises(ValueError, match=f"^{message}") as error:
         dcmdp_jax.dc_grpo_loss(**data)
     assert "\n" not in str(error.value)
+    train = data.pop("train_logprobs")
     with pytest.raises(ValueError, match=f"^{message}"):
-        jax.grad(lambda train: dcmdp_jax.dc_grpo_loss(**{**data, "train_logprobs": train})[0])(
-            data["train_logprobs"]
-        )
-    arrays = {name: data.pop(name) for name in NAMES}
-    traced = jax.jit(lambda arrays: dcmdp_jax.dc_grpo_loss(**arrays, **data))
+        jax.grad(lambda train: dcmdp_jax.dc_grpo_loss(train, **data)[0])(train)
+    others = {name: data.pop(name) for name in NAMES[1:]}
+    traced = jax.jit(lambda train, others: dcmdp_jax.dc_grpo_loss(train, **others, **data))
     if message in BAD:  # seen under jit too
         with pytest.raises(ValueError, match=message.partition("\\[")[0]):
-            traced(arrays)
+            traced(train, others)
 
 
 @pytest.mark.parametrize("message", BAD_LISTS)

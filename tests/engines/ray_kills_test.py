@@ -33,14 +33,14 @@ SETTINGS = (
 )
 
 
-def _start(environment, run_dir, nodes, *settings):
-    by_ray = (
+def _start(environment, run_dir, nodes, settings=()):
+    settings = [
+        *SETTINGS,
         "--config.rollout.vllm.placement=ray",
         f"--config.rollout.vllm.address={nodes.address}",
-    )
-    return start(
-        environment, run_dir, *SETTINGS, *by_ray, *settings, config="configs/demo_vllm.py:debug"
-    )
+        *settings,
+    ]
+    return start(environment, run_dir, settings, config="configs/demo_vllm.py:debug")
 
 
 def _another_step(run, run_dir):
@@ -65,7 +65,7 @@ def _state(run_dir):
 def whole(tmp_path_factory, vllm_is_installed, run_environment):
     """An undisturbed run, with two sidecars of this machine."""
     run_dir = tmp_path_factory.mktemp("whole")
-    finish(start(run_environment, run_dir, *SETTINGS, config="configs/demo_vllm.py:debug"))
+    finish(start(run_environment, run_dir, SETTINGS, config="configs/demo_vllm.py:debug"))
     assert {record.get("reward/mean", 0) > 0 for record in read_records(run_dir).values()} >= {True}
     return _state(run_dir)
 
@@ -100,7 +100,7 @@ def test_a_run_below_its_least_replicas_ends_and_resumes_to_the_same_state(
     """No node is left; two new ones come after the run has ended."""
     least = ("--config.rollout.vllm.min_replicas=2", "--config.rollout.vllm.start_timeout_s=80")
     with ray_nodes(2) as nodes:
-        run = _start(run_environment, tmp_path, nodes, *least)
+        run = _start(run_environment, tmp_path, nodes, least)
         _another_step(run, tmp_path)
         for node in nodes.with_replicas():
             nodes.remove(node)
@@ -112,7 +112,7 @@ def test_a_run_below_its_least_replicas_ends_and_resumes_to_the_same_state(
         assert max(read_records(tmp_path)) < STEPS
         for _ in range(2):
             nodes.add()
-        finish(_start(run_environment, tmp_path, nodes, *least))
+        finish(_start(run_environment, tmp_path, nodes, least))
     assert _state(tmp_path) == whole
 
 

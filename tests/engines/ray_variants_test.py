@@ -108,13 +108,12 @@ def _records(run_dir):
 
 def test_merged_adapters_give_the_metrics_of_a_sidecar(run_environment, nodes, tmp_path):
     adapters = ("--config.model.lora_rank=4", "--config.model.lora_alpha=6", *RUN)
-    for name, own in (("local", ()), ("ray", _by_ray(nodes))):
+    for name, placement in (("local", ()), ("ray", _by_ray(nodes))):
         finish(
             start_run(
                 run_environment,
                 tmp_path / name,
-                *adapters,
-                *own,
+                [*adapters, *placement],
                 config="configs/demo_vllm.py:debug",
             )
         )
@@ -126,22 +125,22 @@ def test_two_trainers_with_a_replica_each_are_like_one_process_with_one_engine(
     run_environment, nodes, tmp_path
 ):
     """To the rounding of two reductions, and of vLLM in other batches."""
-    options = (*RUN, "--config.mesh.data=2", "--config.mesh.fsdp=1")
-    config = {"config": "configs/demo_vllm.py:debug,float32"}
-    finish(
-        start_run(
-            run_environment, tmp_path / "one", *options, "--config.mesh.cpu_devices=2", **config
-        )
-    )
-    hosts = ("--config.mesh.cpu_devices=1", f"--config.hosts.coordinator=localhost:{free_port()}")
-    options += (*hosts, "--config.hosts.processes=2", *_by_ray(nodes))
+    config = "configs/demo_vllm.py:debug,float32"
+    settings = [*RUN, "--config.mesh.data=2", "--config.mesh.fsdp=1"]
+    alone = [*settings, "--config.mesh.cpu_devices=2"]
+    finish(start_run(run_environment, tmp_path / "one", alone, config=config))
+    settings += [
+        "--config.mesh.cpu_devices=1",
+        f"--config.hosts.coordinator=localhost:{free_port()}",
+        "--config.hosts.processes=2",
+        *_by_ray(nodes),
+    ]
     two = [
         start_run(
             run_environment,
             tmp_path / "two",
-            *options,
-            f"--config.hosts.process={number}",
-            **config,
+            [*settings, f"--config.hosts.process={number}"],
+            config=config,
         )
         for number in (0, 1)
     ]

@@ -158,13 +158,13 @@ def test_a_run_goes_on_where_it_is_another_day(run_environment, tmp_path):
     ]
     for steps, zone in ((1, "UTC-14"), (2, "UTC+12")):
         environment = {**run_environment, "TZ": zone}
-        given = [*words, f"--config.training.steps={steps}"]
-        finish(start(environment, tmp_path / "run", *given, program=("-m", "bin.sft")))
+        settings = [*words, f"--config.training.steps={steps}"]
+        finish(start(environment, tmp_path / "run", settings, program=("-m", "bin.sft")))
     finish(
         start(
             run_environment | {"TZ": "UTC-14"},
             tmp_path / "whole",
-            *given,
+            settings,
             program=("-m", "bin.sft"),
         )
     )

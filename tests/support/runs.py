@@ -13,14 +13,16 @@ ROOT = Path(__file__).resolve().parents[2]
 DEBUG = "configs/demo.py:debug"
 
 
-def start(environment, run_dir, *overrides, config=DEBUG, program=("-m", "bin.train")):
-    """A run with `config`; what it prints and says of errors is one stream."""
+def start(environment, run_dir, settings=(), *, config=DEBUG, program=("-m", "bin.train")):
+    """A run with `config` and `settings`, words of its command; what it prints and says of errors
+    is one stream.
+    """
     command = [
         sys.executable,
         *program,
         f"--config={config}",
         f"--config.run_dir={run_dir}",
-        *overrides,
+        *settings,
     ]
     return subprocess.Popen(
         command,

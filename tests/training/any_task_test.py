@@ -43,8 +43,8 @@ def _write(path, rows):
     return path
 
 
-def _run(environment, run_dir, *overrides):
-    finished("-m", "bin.train", *_SMALL, f"--config.run_dir={run_dir}", *overrides, env=environment)
+def _run(environment, run_dir, settings):
+    finished("-m", "bin.train", *_SMALL, f"--config.run_dir={run_dir}", *settings, env=environment)
     assert contradictions(run_dir) == []
     return _lines(run_dir / "metrics.jsonl")
 
@@ -74,12 +74,14 @@ def test_documented_examples_of_trl_train_on_chats_and_are_the_held_out_score(
     records = _run(
         run_environment,
         tmp_path / "run",
-        f"--config.task.train={chats}",
-        f"--config.rewards.functions={','.join(f'{_EXAMPLES}:{name}' for name in names)}",
-        f"--config.rewards.weights={','.join(map(str, weights))}",
-        f"--config.evaluation.task={chats},{other}",
-        "--config.evaluation.samples=2,3",
-        "--config.evaluation.every_steps=2",
+        [
+            f"--config.task.train={chats}",
+            f"--config.rewards.functions={','.join(f'{_EXAMPLES}:{name}' for name in names)}",
+            f"--config.rewards.weights={','.join(map(str, weights))}",
+            f"--config.evaluation.task={chats},{other}",
+            "--config.evaluation.samples=2,3",
+            "--config.evaluation.every_steps=2",
+        ],
     )
     trained = [record for record in records if "reward/mean" in record]
     assert [record["step"] for record in trained] == [1, 2]
@@ -128,10 +130,12 @@ def test_a_prompt_alone_and_a_reward_of_lengths_train(run_environment, tmp_path)
     records = _run(
         run_environment,
         tmp_path / "run",
-        f"--config.task.train={prompts}",
-        f"--config.rewards.functions={names}",
-        "--config.rewards.weights=1,0",
-        _NO_EVALUATION,
+        [
+            f"--config.task.train={prompts}",
+            f"--config.rewards.functions={names}",
+            "--config.rewards.weights=1,0",
+            _NO_EVALUATION,
+        ],
     )
     for record in records:
         assert record["reward/mean"] == pytest.approx(record["completion/length_mean"], abs=1e-5)
@@ -146,9 +150,11 @@ def test_rows_of_verl_train_with_a_reward_of_the_user(run_environment, tmp_path,
     records = _run(
         run_environment,
         tmp_path / "run",
-        f"--config.task.train={location}",
-        _NO_EVALUATION,
-        f"--config.rewards.functions={tmp_path}/own.py:{function}",
+        [
+            f"--config.task.train={location}",
+            _NO_EVALUATION,
+            f"--config.rewards.functions={tmp_path}/own.py:{function}",
+        ],
     )
     assert [record["step"] for record in records] == [1, 2]
     log = (tmp_path / "run" / "rewards.log").read_text()
@@ -168,17 +174,20 @@ def test_a_mixture_of_three_trains_with_curves_of_each(run_environment, tmp_path
     sums = _write(
         tmp_path / "sums.jsonl", [{"prompt": f"{n}+1=?", "answer": str(n + 1)} for n in range(5)]
     )
-    overrides = (
-        f"--config.task.train={search}@2,{sums}@1,arithmetic:difficulty=1,count=8@1",
-        _NO_EVALUATION,
-        f"--config.rewards.functions=math,{tmp_path}/own.py:own",
-        "--config.task.max_prompt_tokens=64",
-    )
     (tmp_path / "own.py").write_text(
         "def own(source, completions, **columns):\n    return [float(len(c[0]['content'])) if s "
         "== 'nq' else None for s, c in zip(source, completions)]\n"
     )
-    records = _run(run_environment, tmp_path / "run", *overrides)
+    records = _run(
+        run_environment,
+        tmp_path / "run",
+        [
+            f"--config.task.train={search}@2,{sums}@1,arithmetic:difficulty=1,count=8@1",
+            _NO_EVALUATION,
+            f"--config.rewards.functions=math,{tmp_path}/own.py:own",
+            "--config.task.max_prompt_tokens=64",
+        ],
+    )
     for record in records:
         # 4 prompts a step: two of the first, one of each other.
         sources = {name.split("/")[2] for name in record if name.startswith("reward/source/")}
@@ -205,17 +214,14 @@ def test_a_mixture_of_three_trains_with_curves_of_each(run_environment, tmp_path
 @pytest.mark.long
 def test_the_calculator_trains_in_turns(run_environment, tmp_path):
     task = "examples/plugins/calculator.py:calculator"
-    records = _run(
-        run_environment,
-        tmp_path / "run",
-        *f"""
+    settings = f"""
         --config=examples/plugins/calculator.py:debug --config.mesh.cpu_devices=1 --config.training.row_lengths=(112,)
         --config.task.train={task},difficulty=1,count=16 --config.rollout.max_completion_tokens=48
         --config.warmup.steps=60 --config.training.micro_batch_tokens=2048 --config.evaluation.samples=2
         --config.warmup.task={task},difficulty=1,count=64,worked=true
         --config.evaluation.task={task},difficulty=1,count=8,split=heldout
-        """.split(),
-    )
+    """.split()
+    records = _run(run_environment, tmp_path / "run", settings)
     trained = [record for record in records if "reward/mean" in record]
     assert [record["step"] for record in trained] == [1, 2]
     for record in trained:
@@ -250,10 +256,10 @@ def test_tools_train_and_a_resumed_run_repeats_their_bits(run_environment, tmp_p
     whole = tmp_path / "whole"
     broken = tmp_path / "broken"
     records = [
-        record for record in _run(run_environment, whole, *settings) if "reward/mean" in record
+        record for record in _run(run_environment, whole, settings) if "reward/mean" in record
     ]
-    _run(run_environment, broken, *settings, "--config.training.steps=1")
-    _run(run_environment, broken, *settings)
+    _run(run_environment, broken, [*settings, "--config.training.steps=1"])
+    _run(run_environment, broken, settings)
     assert read_digests(broken, 2) == read_digests(whole, 2)
     samples = _lines(whole / "samples.jsonl")
     assert _lines(broken / "samples.jsonl") == samples
@@ -268,17 +274,19 @@ def test_an_environment_that_breaks_saves_and_stops_the_run_with_one_line(
     prompts = _write(tmp_path / "prompts.jsonl", [{"prompt": f"{number}?"} for number in range(4)])
     name = f"{planted_environments.__file__}:NoText"
     # An untrained policy ends few of its turns: those that it ends are answered.
-    task = (
-        f"--config.task.train={prompts}",
-        f"--config.task.environment={name}",
-        "--config.task.max_turns=1",
-    )
-    own = (
+    done = finished(
+        "-m",
+        "bin.train",
+        *_SMALL,
         f"--config.run_dir={tmp_path / 'run'}",
         _NO_EVALUATION,
         "--config.rewards.functions=environment",
+        f"--config.task.train={prompts}",
+        f"--config.task.environment={name}",
+        "--config.task.max_turns=1",
+        env=run_environment,
+        code=2,
     )
-    done = finished("-m", "bin.train", *_SMALL, *own, *task, env=run_environment, code=2)
     line = done.stderr.splitlines()[-1]
     assert line.startswith(
         f"error: config.rewards.functions: environment {name}: step returned the int 3 as "

@@ -45,9 +45,15 @@ failures.run_main(train.main)
 """
 
 
-def _run(environment, run_dir, *start, code=0):
-    settings = ("--config.training.steps=4", "--config.checkpoint.every_steps=100")
-    return demo(run_dir, *settings, program=start, code=code, env=environment)
+def _run(environment, run_dir, program, code=0):
+    return demo(
+        run_dir,
+        "--config.training.steps=4",
+        "--config.checkpoint.every_steps=100",
+        program=program,
+        code=code,
+        env=environment,
+    )
 
 
 @pytest.mark.parametrize(
@@ -56,14 +62,14 @@ def _run(environment, run_dir, *start, code=0):
 )
 def test_finished_steps_are_saved_and_the_run_resumes_there(run_environment, tmp_path, place):
     run_dir = tmp_path / "run"
-    failed = _run(run_environment, run_dir, "-c", _PROGRAM, f"{place} 3", code=2)
+    failed = _run(run_environment, run_dir, ("-c", _PROGRAM, f"{place} 3"), code=2)
     [error] = [line for line in failed.stderr.splitlines() if line.startswith("error:")]
     assert (
         error.startswith("error: planted: ")
         and "; saved after step 3: the same command resumes there" in error
     )
     assert (run_dir / "checkpoints" / "3").is_dir()
-    resumed = _run(run_environment, run_dir, "-m", "bin.train")
+    resumed = _run(run_environment, run_dir, ("-m", "bin.train"))
     assert f"resuming {run_dir} after step 3" in resumed.stdout
     records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [record["step"] for record in records if "reward/mean" in record] == [1, 2, 3, 4]
@@ -84,7 +90,7 @@ failures.run_main(train.main)
 
 
 def test_an_engine_that_does_not_start_ends_the_warm_up(run_environment, tmp_path):
-    failed = _run(run_environment, tmp_path / "run", "-c", _STARTS_BESIDE, code=2)
+    failed = _run(run_environment, tmp_path / "run", ("-c", _STARTS_BESIDE), code=2)
     [error] = [line for line in failed.stderr.splitlines() if line.startswith("error:")]
     assert error.startswith("error: planted: does not start (traceback: ")
     assert "SFT warm start: 20" in failed.stdout and "SFT warm start: step" not in failed.stdout
@@ -93,5 +99,5 @@ def test_an_engine_that_does_not_start_ends_the_warm_up(run_environment, tmp_pat
 
 @pytest.mark.long
 def test_before_the_first_step_the_initial_policy_is_kept(run_environment, tmp_path):
-    failed = _run(run_environment, tmp_path / "run", "-c", _PROGRAM, "generate 0", code=2)
+    failed = _run(run_environment, tmp_path / "run", ("-c", _PROGRAM, "generate 0"), code=2)
     assert "saved after step 0: the same command resumes there" in failed.stderr

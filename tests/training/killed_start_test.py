@@ -28,15 +28,12 @@ _SHORT = (
 _NOT_EVALUATED = "--config.evaluation.every_steps=0"
 
 
-def _kill_and_resume(environment, run_dir, method, *settings, config=DEBUG):
+def _kill_and_resume(environment, run_dir, method, settings, *, config=DEBUG):
     """What the second start prints."""
-    finish(
-        start(
-            environment, run_dir, *_SHORT, *settings, config=config, program=("-c", _KILLED, method)
-        ),
-        code=-signal.SIGKILL,
-    )
-    return finish(start(environment, run_dir, *_SHORT, *settings, config=config))
+    settings = [*_SHORT, *settings]
+    killed = start(environment, run_dir, settings, config=config, program=("-c", _KILLED, method))
+    finish(killed, code=-signal.SIGKILL)
+    return finish(start(environment, run_dir, settings, config=config))
 
 
 @pytest.mark.parametrize(
@@ -45,9 +42,9 @@ def _kill_and_resume(environment, run_dir, method, *settings, config=DEBUG):
 def test_a_run_that_is_killed_before_its_first_row_of_metrics_starts_again(
     run_environment, tmp_path, settings
 ):
-    given = [f"--config.{each}" for each in settings]
-    said = _kill_and_resume(run_environment, tmp_path / "run", "write", _NOT_EVALUATED, *given)
-    assert f"resuming {tmp_path / 'run'} after step 0" in said
+    settings = [_NOT_EVALUATED, *(f"--config.{setting}" for setting in settings)]
+    output = _kill_and_resume(run_environment, tmp_path / "run", "write", settings)
+    assert f"resuming {tmp_path / 'run'} after step 0" in output
     assert sorted(read_records(tmp_path / "run")) == [1, 2]
 
 
@@ -55,10 +52,10 @@ def test_a_vllm_run_that_is_killed_before_its_first_row_of_metrics_starts_again(
     run_environment, tmp_path, vllm_is_installed
 ):
     config = "configs/demo_vllm.py:debug"
-    said = _kill_and_resume(
-        run_environment, tmp_path / "run", "write", _NOT_EVALUATED, config=config
+    output = _kill_and_resume(
+        run_environment, tmp_path / "run", "write", [_NOT_EVALUATED], config=config
     )
-    assert f"resuming {tmp_path / 'run'} after step 0" in said
+    assert f"resuming {tmp_path / 'run'} after step 0" in output
     assert sorted(read_records(tmp_path / "run")) == [1, 2]
 
 
@@ -67,7 +64,7 @@ def test_an_evaluation_that_is_killed_before_its_row_leaves_its_samples_once(
 ):
     """At steps 0 and 2. Its first task of eight problems had been written when the row was not."""
     _kill_and_resume(
-        run_environment, tmp_path / "run", "write", "--config.evaluation.every_steps=2"
+        run_environment, tmp_path / "run", "write", ["--config.evaluation.every_steps=2"]
     )
     lines = (tmp_path / "run" / "held_out_samples.jsonl").read_text().splitlines()
     written = [
@@ -82,24 +79,26 @@ def test_a_run_whose_file_of_problems_has_grown_stops_or_goes_on_by_a_setting(
     """Ten problems, then fourteen: the order of prompts is another one."""
     data = tmp_path / "problems.jsonl"
     run_dir = tmp_path / "run"
-    settings = (*_SHORT, _NOT_EVALUATED, f"--config.task.train={data}")
+    settings = [*_SHORT, _NOT_EVALUATED, f"--config.task.train={data}"]
     rows = [
         json.dumps({"problem": f"{n}+{n + 1}=", "answer": str(2 * n + 1)}) + "\n" for n in range(14)
     ]
     data.write_text("".join(rows[:10]))
-    finish(start(run_environment, run_dir, *settings))
+    finish(start(run_environment, run_dir, settings))
     data.write_text("".join(rows))
-    more = (*settings, "--config.training.steps=3")
-    said = finish(start(run_environment, run_dir, *more), code=2)
+    longer = [*settings, "--config.training.steps=3"]
+    output = finish(start(run_environment, run_dir, longer), code=2)
     assert re.search(
         r"error: config.task.train: has 14, \w+ .*, the run began with 10, \w+ \(checkpoint 2\)",
-        said,
+        output,
     )
     assert sorted(read_records(run_dir)) == [1, 2]
-    said = finish(start(run_environment, run_dir, *more, "--config.task.on_changed_data=continue"))
-    assert "the run began with 10" in said and sorted(read_records(run_dir)) == [1, 2, 3]
+    output = finish(
+        start(run_environment, run_dir, [*longer, "--config.task.on_changed_data=continue"])
+    )
+    assert "the run began with 10" in output and sorted(read_records(run_dir)) == [1, 2, 3]
     # The checkpoint of step 3 has the new number.
-    finish(start(run_environment, run_dir, *more))
+    finish(start(run_environment, run_dir, longer))
 
 
 def test_a_checkpoint_without_a_field_that_the_state_has_now_goes_on_with_a_new_one(
@@ -110,17 +109,17 @@ def test_a_checkpoint_without_a_field_that_the_state_has_now_goes_on_with_a_new_
     A loss scale, which float16 adds: an earlier version's checkpoint lacks in the same way what a
     later one has.
     """
-    settings = (*_SHORT, _NOT_EVALUATED, "--config.training.steps=1")
-    finish(start(run_environment, tmp_path / "run", *settings))
+    settings = [*_SHORT, _NOT_EVALUATED, "--config.training.steps=1"]
+    finish(start(run_environment, tmp_path / "run", settings))
     path = tmp_path / "run" / "config.json"
     config = json.loads(path.read_text())
     assert config["model"]["compute_dtype"] == "float32"
     config["model"]["compute_dtype"] = "float16"
     path.write_text(json.dumps(config))
-    more = ("--config.model.compute_dtype=float16", "--config.training.steps=2")
-    said = finish(start(run_environment, tmp_path / "run", *settings, *more))
+    settings += ["--config.model.compute_dtype=float16", "--config.training.steps=2"]
+    output = finish(start(run_environment, tmp_path / "run", settings))
     assert (
         "checkpoint 1 has no loss_scale (model.compute_dtype=float16): it begins as in a new run"
-        in said
+        in output
     )
     assert sorted(read_records(tmp_path / "run")) == [1, 2]

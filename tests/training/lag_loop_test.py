@@ -33,15 +33,15 @@ _SETTINGS = (
 )
 
 
-def _start(environment, run_dir, *settings):
-    return start(environment, run_dir, *_SETTINGS, *settings)
+def _start(environment, run_dir, settings):
+    return start(environment, run_dir, [*_SETTINGS, *settings])
 
 
 @pytest.fixture(scope="module")
 def whole(run_environment, tmp_path_factory):
     """An undisturbed run with lag 1."""
     run_dir = tmp_path_factory.mktemp("lagged") / "run"
-    finish(_start(run_environment, run_dir, "--config.rollout.lag=1"))
+    finish(_start(run_environment, run_dir, ["--config.rollout.lag=1"]))
     return run_dir
 
 
@@ -103,11 +103,11 @@ def test_a_checkpoint_has_the_parameters_of_what_is_in_flight(whole):
     assert saved[4]["behind"]["3"] not in (saved[2]["params"], saved[4]["params"])
 
 
-def _kill_and_resume(environment, run_dir, kills, seed, *settings):
+def _kill_and_resume(environment, run_dir, kills, seed, settings):
     """Kill the trainer or its sampler at random moments, `kills` times; then let the run end."""
     chance = random.Random(seed)
     done = 0
-    process = _start(environment, run_dir, *settings)
+    process = _start(environment, run_dir, settings)
     while done < kills:
         seen = max(read_records(run_dir), default=0)
         wait_until(
@@ -124,7 +124,7 @@ def _kill_and_resume(environment, run_dir, kills, seed, *settings):
         else:
             process.kill()
             process.communicate()
-            process = _start(environment, run_dir, *settings)
+            process = _start(environment, run_dir, settings)
         done += 1
     finish(process)
     return done
@@ -134,7 +134,8 @@ def _kill_and_resume(environment, run_dir, kills, seed, *settings):
 def test_killed_three_times_it_has_the_bits_of_the_undisturbed_run(
     run_environment, tmp_path, whole
 ):
-    assert _kill_and_resume(run_environment, tmp_path / "run", 3, 0, "--config.rollout.lag=1") == 3
+    lag = ["--config.rollout.lag=1"]
+    assert _kill_and_resume(run_environment, tmp_path / "run", 3, 0, lag) == 3
     assert read_records(tmp_path / "run") == read_records(whole)
     assert read_digests(tmp_path / "run", _STEPS) == read_digests(whole, _STEPS)
 
@@ -142,16 +143,16 @@ def test_killed_three_times_it_has_the_bits_of_the_undisturbed_run(
 @pytest.mark.long
 @pytest.mark.parametrize("lag", [1, 2])
 def test_killed_twenty_times_it_has_the_bits_of_the_undisturbed_run(run_environment, tmp_path, lag):
-    settings = f"--config.rollout.lag={lag}", "--config.training.steps=40"
-    finish(_start(run_environment, tmp_path / "whole", *settings))
-    assert _kill_and_resume(run_environment, tmp_path / "run", 20, lag, *settings) == 20
+    settings = [f"--config.rollout.lag={lag}", "--config.training.steps=40"]
+    finish(_start(run_environment, tmp_path / "whole", settings))
+    assert _kill_and_resume(run_environment, tmp_path / "run", 20, lag, settings) == 20
     assert read_records(tmp_path / "run") == read_records(tmp_path / "whole")
     assert read_digests(tmp_path / "run", 40) == read_digests(tmp_path / "whole", 40)
 
 
 @pytest.mark.long
 def test_sigterm_saves_what_a_resumed_run_needs(run_environment, tmp_path, whole):
-    process = _start(run_environment, tmp_path / "run", "--config.rollout.lag=1")
+    process = _start(run_environment, tmp_path / "run", ["--config.rollout.lag=1"])
     wait_until(
         lambda: len(read_records(tmp_path / "run")) >= 3 or process.poll() is not None,
         "three steps",
@@ -159,7 +160,7 @@ def test_sigterm_saves_what_a_resumed_run_needs(run_environment, tmp_path, whole
     process.send_signal(signal.SIGTERM)
     output = finish(process, code=143)
     assert "stopped by SIGTERM" in output and "Traceback" not in output
-    finish(_start(run_environment, tmp_path / "run", "--config.rollout.lag=1"))
+    finish(_start(run_environment, tmp_path / "run", ["--config.rollout.lag=1"]))
     assert read_records(tmp_path / "run") == read_records(whole)
     assert read_digests(tmp_path / "run", _STEPS) == read_digests(whole, _STEPS)
 
@@ -209,7 +210,7 @@ def test_what_goes_with_a_lag(run_environment, tmp_path, settings):
 
     Its tokens are one step old, and their gap is the sum of its parts.
     """
-    finish(_start(run_environment, tmp_path / "run", "--config.rollout.lag=1", *settings))
+    finish(_start(run_environment, tmp_path / "run", ["--config.rollout.lag=1", *settings]))
     records = read_records(tmp_path / "run")
     assert contradictions(tmp_path / "run") == []
     for step in range(1, _STEPS + 1):

@@ -199,14 +199,14 @@ def _cudnn_plan():
 
 def test_adapters_in_cudnns_rows_get_the_gradient_of_one_a_row(monkeypatch):
     stand_in_for_cudnn(monkeypatch)
-    lora, (plan, packed) = Lora(3, 6.0), _cudnn_plan()
+    lora = Lora(3, 6.0)
+    plan, packed = _cudnn_plan()
     leaves = adapter_declarations(MODEL, lora)
     drawn = np.random.default_rng(0)
     tree = declared_tree(
         leaves, lambda leaf: jnp.asarray(drawn.normal(0, 0.3, leaf.shape), jnp.float32)
     )
-    own = {"policy": lambda adapters: adapted(make_params(), adapters, lora)}
-    one = RowShapes(
+    one_a_row = RowShapes(
         row_lengths=(CAP,),
         rows_per_micro_batch=(COUNT,),
         micro_batches=(1,),
@@ -216,11 +216,15 @@ def test_adapters_in_cudnns_rows_get_the_gradient_of_one_a_row(monkeypatch):
         row_shards=1,
         longest=CAP,
     )
-    found, expected = (
-        jax.device_get(_gradient(where, None, **own, **how)(tree, *_inputs(0, where, None)))
-        for where, how in ((plan, packed), (one, {}))
-    )
-    for a, b in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+
+    def policy(adapters):
+        return adapted(make_params(), adapters, lora)
+
+    gradient = _gradient(plan, None, policy=policy, **packed)
+    gradients = jax.device_get(gradient(tree, *_inputs(0, plan, None)))
+    gradient = _gradient(one_a_row, None, policy=policy)
+    expected = jax.device_get(gradient(tree, *_inputs(0, one_a_row, None)))
+    for a, b in zip(jax.tree.leaves(gradients), jax.tree.leaves(expected), strict=True):
         assert np.abs(b).max() > 1e-3
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-5 * np.abs(b).max())
 

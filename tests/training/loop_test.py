@@ -90,7 +90,7 @@ def whole(run_environment, tmp_path_factory):
     The versions, and the weight syncs to an engine that still had weights.
     """
     run_dir = tmp_path_factory.mktemp("whole") / "run"
-    output = finish(start(run_environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, "0")))
+    output = finish(start(run_environment, run_dir, _EVALUATED, program=("-c", _PROGRAM, "0")))
     syncs = [line for line in output.splitlines() if line.startswith("synced ")]
     return (
         run_dir,
@@ -126,14 +126,14 @@ def test_a_signal_while_sampling_saves_and_leaves_at_once(run_environment, tmp_p
     # In training; then in the resumed run's first evaluation, which comes after step 3.
     for where, step in (("step 2", 2), ("evaluation 1", 3)):
         output = finish(
-            start(run_environment, run_dir, *_EVALUATED, program=("-c", _PROGRAM, where)), code=143
+            start(run_environment, run_dir, _EVALUATED, program=("-c", _PROGRAM, where)), code=143
         )
         assert f"stopped by SIGTERM after step {step}, saved; the same command resumes" in output
         records = read_records(run_dir)
         assert sorted(records) == list(range(step + 1))
         assert ("eval/arithmetic/avg@2" in records[step]) == where.startswith("step")
         assert (_scores(run_dir)[step] is not None) == where.startswith("step")
-    finish(start(run_environment, run_dir, *_EVALUATED))
+    finish(start(run_environment, run_dir, _EVALUATED))
     assert read_records(run_dir) == read_records(whole[0])
     assert read_digests(run_dir, 6) == read_digests(whole[0], 6)
     assert _scores(run_dir) == _scores(whole[0])
@@ -153,7 +153,7 @@ _SPOILT = """
 
 @pytest.mark.long
 def test_the_initial_policy_can_be_the_best(run_environment, tmp_path):
-    finish(start(run_environment, tmp_path / "run", *_SPOILT))
+    finish(start(run_environment, tmp_path / "run", _SPOILT))
     scores = [
         record["eval/arithmetic/avg@2"]
         for _, record in sorted(read_records(tmp_path / "run").items())
@@ -165,9 +165,9 @@ def test_the_initial_policy_can_be_the_best(run_environment, tmp_path):
 @pytest.mark.long
 def test_a_policy_whose_evaluation_a_signal_put_off_can_be_the_best(run_environment, tmp_path):
     program = ("-c", _PROGRAM, "evaluation 1")
-    finish(start(run_environment, tmp_path / "run", *_SPOILT, program=program), code=143)
+    finish(start(run_environment, tmp_path / "run", _SPOILT, program=program), code=143)
     assert _scores(tmp_path / "run") == {0: None}
-    finish(start(run_environment, tmp_path / "run", *_SPOILT))
+    finish(start(run_environment, tmp_path / "run", _SPOILT))
     scores = [
         record["eval/arithmetic/avg@2"]
         for _, record in sorted(read_records(tmp_path / "run").items())
@@ -179,20 +179,19 @@ def test_a_policy_whose_evaluation_a_signal_put_off_can_be_the_best(run_environm
 def test_killed_and_resumed_run_is_bit_for_bit_the_uninterrupted_one(
     run_environment, tmp_path, whole
 ):
-    settings = _EVALUATED
     broken = tmp_path / "broken"
-    process = start(run_environment, broken, *settings)
+    process = start(run_environment, broken, _EVALUATED)
     _wait_for_checkpoint(broken, 2, process)
     process.kill()
     process.communicate()
     # Then a polite stop, which saves whatever step it is at.
-    process = start(run_environment, broken, *settings)
+    process = start(run_environment, broken, _EVALUATED)
     _wait_for_checkpoint(broken, 4, process)
     process.send_signal(signal.SIGTERM)
     output, _ = process.communicate(timeout=HANGS_S)
     assert process.returncode in (0, 143), output  # 0: the last step was quicker than the signal
     assert "resuming" in output
-    finish(start(run_environment, broken, *settings))
+    finish(start(run_environment, broken, _EVALUATED))
 
     assert read_digests(broken, 6) == read_digests(whole[0], 6)
     undisturbed = read_records(whole[0])
@@ -212,10 +211,12 @@ def test_sigterm_saves_and_says_so(run_environment, tmp_path):
     process = start(
         run_environment,
         tmp_path / "run",
-        "--config.training.steps=500",
-        "--config.evaluation.every_steps=0",
-        "--config.rollout.temperature=0.5",
-        "--config.checkpoint.keep_last=9",
+        [
+            "--config.training.steps=500",
+            "--config.evaluation.every_steps=0",
+            "--config.rollout.temperature=0.5",
+            "--config.checkpoint.keep_last=9",
+        ],
     )
     wait_until(
         lambda: len(read_records(tmp_path / "run")) >= 2 or process.poll() is not None, "two steps"
@@ -231,8 +232,7 @@ def test_sigterm_saves_and_says_so(run_environment, tmp_path):
         start(
             run_environment,
             tmp_path / "other",
-            "--config.training.steps=1",
-            "--config.evaluation.every_steps=0",
+            ["--config.training.steps=1", "--config.evaluation.every_steps=0"],
         )
     )
     # The warm-up knows nothing of the sampling temperature.
@@ -250,8 +250,7 @@ def test_exact_engine_has_no_discrepancy_in_a_whole_run(run_environment, tmp_pat
         start(
             environment,
             tmp_path / "run",
-            "--config.rollout.precision=exact",
-            "--config.training.steps=3",
+            ["--config.rollout.precision=exact", "--config.training.steps=3"],
         )
     )
     records = read_records(tmp_path / "run")
@@ -291,7 +290,7 @@ def test_a_defect_in_a_run_keeps_its_traceback_beside_the_run(run_environment, t
 @pytest.mark.long
 def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(run_environment, tmp_path):
     """Later prompts replace equal groups; a killed run goes on from the prompt that it had come to."""
-    settings = (
+    settings = [
         "--config.training.steps=4",
         "--config.checkpoint.every_steps=1",
         "--config.evaluation.every_steps=0",
@@ -301,8 +300,8 @@ def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(run_environment, t
         # A policy that knows little gets it right now and then: some groups of four differ, others
         # do not.
         f"--config.rewards.functions={ROOT}/tests/rewards/planted_rewards.py:begins_with_a_multiple_of_eight",
-    )
-    finish(start(run_environment, tmp_path / "run", *settings))
+    ]
+    finish(start(run_environment, tmp_path / "run", settings))
     records = read_records(tmp_path / "run")
     assert contradictions(tmp_path / "run") == []
     assert max(record["rollout/refill_rounds"] for record in records.values()) in (1, 2)
@@ -313,11 +312,11 @@ def test_dynamic_sampling_fills_the_batch_and_resumes_exactly(run_environment, t
     assert _prompts_taken(tmp_path / "run", 4) == taken[-1] > 4 * 4
 
     broken = tmp_path / "broken"
-    process = start(run_environment, broken, *settings)
+    process = start(run_environment, broken, settings)
     _wait_for_checkpoint(broken, 2, process)
     process.kill()
     process.communicate()
-    finish(start(run_environment, broken, *settings))
+    finish(start(run_environment, broken, settings))
     assert read_records(broken) == records
     assert read_digests(broken, 4) == read_digests(tmp_path / "run", 4)
 
@@ -360,7 +359,7 @@ def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
     hf.save_pretrained(source)
     build_tokenizer().save_pretrained(source)
     run_dir = tmp_path / "run"
-    overrides = [
+    settings = [
         f"--config.model.path={source}",
         f"--config.task.train={SHARED / 'data/train/dapo_math_17k.parquet'}",
         "--config.task.max_prompt_tokens=200",
@@ -376,11 +375,11 @@ def test_dapo_with_a_transformers_checkpoint(run_environment, tmp_path):
         "--config.checkpoint.every_steps=4",
         "--config.observe.samples_every_steps=1",
     ]
-    process = start(run_environment, run_dir, *overrides, config="configs/qwen3_8b.py:local")
+    process = start(run_environment, run_dir, settings, config="configs/qwen3_8b.py:local")
     _wait_for_checkpoint(run_dir, 4, process)
     process.kill()
     process.communicate()
-    output = finish(start(run_environment, run_dir, *overrides, config="configs/qwen3_8b.py:local"))
+    output = finish(start(run_environment, run_dir, settings, config="configs/qwen3_8b.py:local"))
     assert "resuming" in output
     assert sorted(read_records(run_dir)) == list(range(1, 11))
 

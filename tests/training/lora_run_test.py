@@ -47,7 +47,7 @@ def _convert(environment, *arguments, code=0):
 def run_dir(run_environment, tmp_path_factory):
     """Three steps in one go."""
     directory = tmp_path_factory.mktemp("lora") / "run"
-    finish(start(run_environment, directory, *LORA, "--config.training.steps=3"))
+    finish(start(run_environment, directory, [*LORA, "--config.training.steps=3"]))
     return directory
 
 
@@ -81,8 +81,8 @@ def test_a_resumed_run_repeats_the_bits_of_an_undisturbed_one(run_environment, t
     Here in two goes what the fixture does in one.
     """
     directory = tmp_path / "run"
-    finish(start(run_environment, directory, *LORA, "--config.training.steps=2"))
-    output = finish(start(run_environment, directory, *LORA, "--config.training.steps=3"))
+    finish(start(run_environment, directory, [*LORA, "--config.training.steps=2"]))
+    output = finish(start(run_environment, directory, [*LORA, "--config.training.steps=3"]))
     assert "after step 2" in output
     assert read_digests(directory, 3) == read_digests(run_dir, 3)
     assert read_records(directory)[3] == read_records(run_dir)[3]
@@ -143,15 +143,15 @@ def test_a_run_begins_with_the_adapters_of_peft_and_refuses_those_of_another_bas
     base = tmp_path / "base"
     _convert(run_environment, run_dir, adapter, "--adapter")
     shutil.copytree(run_dir / "reference", base)
-    given = (
+    settings = [
         f"--config.model.path={base}",
         f"--config.model.tokenizer={run_dir / 'tokenizer'}",
         "--config.warmup.steps=0",
         f"--config.model.adapter={adapter}",
         "--config.model.lora_base=float32",
-        "--config.training.steps=1",
-    )
-    finish(start(run_environment, tmp_path / "on", *given))
+    ]
+    one_step = [*settings, "--config.training.steps=1"]
+    finish(start(run_environment, tmp_path / "on", one_step))
     assert read_digests(tmp_path / "on", 0)["params"] == read_digests(run_dir, 3)["params"]
     assert not (tmp_path / "on" / "reference").exists()
 
@@ -160,16 +160,16 @@ def test_a_run_begins_with_the_adapters_of_peft_and_refuses_those_of_another_bas
     from safetensors.flax import load_file, save_file
 
     tensors = load_file(base / "model.safetensors")
-    for name, place, more in (
-        ("model.norm.weight", 3, ("--dry-run",)),
-        ("model.embed_tokens.weight", (-1, -1), ()),
+    for name, place, mode in (
+        ("model.norm.weight", 3, ["--dry-run"]),
+        ("model.embed_tokens.weight", (-1, -1), []),
     ):
         changed = {**tensors, name: tensors[name].at[place].add(0.5)}
         save_file(changed, base / "model.safetensors", metadata={"format": "pt"})
-        output = finish(start(run_environment, tmp_path / "no", *given, *more), 2)
+        output = finish(start(run_environment, tmp_path / "no", [*one_step, *mode]), 2)
         assert f"config.model.adapter: {adapter} was trained on another base than {base}" in output
     output = finish(
-        start(run_environment, tmp_path / "on", *given[:-1], "--config.training.steps=2"), 2
+        start(run_environment, tmp_path / "on", [*settings, "--config.training.steps=2"]), 2
     )
     assert f"{base}: ['embedding'] is not what the run began with" in output
     output = _convert(run_environment, tmp_path / "on", tmp_path / "e", code=2)

@@ -16,7 +16,7 @@ _ROOT = Path(__file__).resolve().parents[2]
 _RECORDED = _ROOT / "tests" / "recorded" / "run_of_0_1_0"
 
 
-def _run(environment, *command):
+def _run(environment, command):
     return finished("-m", *command, env=environment | {"PYTHONPATH": str(_ROOT)}).stdout
 
 
@@ -47,18 +47,17 @@ def test_a_recorded_run_resumes(run_environment, run_dir):
         model.architecture.hidden_size model.architecture.intermediate_size model.architecture.num_layers
         model.architecture.num_heads model.architecture.head_dim algorithm.tolerance warmup.task
     """.split()
-    out = _run(
-        run_environment,
-        *(
-            f"bin.train --config=configs/demo.py:debug --config.run_dir={run_dir} "
-            "--config.training.steps=4"
-        ).split(),
-        *(
-            "--config.evaluation.every_steps=0 --config.mesh.cpu_devices=1 "
-            "--config.model.scan_unroll=2"
-        ).split(),
+    command = [
+        "bin.train",
+        "--config=configs/demo.py:debug",
+        f"--config.run_dir={run_dir}",
+        "--config.training.steps=4",
+        "--config.evaluation.every_steps=0",
+        "--config.mesh.cpu_devices=1",
+        "--config.model.scan_unroll=2",
         *(f"--config.{name}={config[name]}" for name in changed),
-    )
+    ]
+    out = _run(run_environment, command)
     assert f"resuming {run_dir} after step 2" in out and "SFT warm start: " not in out
     before = _records(_RECORDED)
     after = _records(run_dir)
@@ -80,8 +79,15 @@ def test_a_recorded_run_resumes(run_environment, run_dir):
 
 @pytest.mark.long
 def test_a_recorded_run_evaluates(run_environment, run_dir):
-    short = ("--config.evaluation.samples=2", "--config.rollout.max_completion_tokens=16")
-    _run(run_environment, "bin.evaluate", run_dir, *short, "--out", run_dir / "scores.json")
+    command = [
+        "bin.evaluate",
+        run_dir,
+        "--config.evaluation.samples=2",
+        "--config.rollout.max_completion_tokens=16",
+        "--out",
+        run_dir / "scores.json",
+    ]
+    _run(run_environment, command)
     scores = json.loads((run_dir / "scores.json").read_text())
     assert scores["step"] == 2 and scores["settings"]["rollout.precision"] == "fp8"
     (task,) = scores["tasks"].values()

@@ -98,9 +98,9 @@ def _signalled(number, step):
     return ("-c", _SIGNALLED, f"{int(number)} {step}")
 
 
-def _start(run_environment, run_dir, *overrides, program=_PLAIN, place=(ROOT, ROOT)):
+def _start(run_environment, run_dir, settings, *, program=_PLAIN, place=(ROOT, ROOT)):
     config = f"--config={ROOT}/configs/demo.py:debug"
-    command = [sys.executable, *program, config, f"--config.run_dir={run_dir}", *overrides]
+    command = [sys.executable, *program, config, f"--config.run_dir={run_dir}", *settings]
     working_directory, code = place
     return subprocess.Popen(
         command,
@@ -115,26 +115,25 @@ def _start(run_environment, run_dir, *overrides, program=_PLAIN, place=(ROOT, RO
 def _two(
     run_environment,
     run_dir,
-    *overrides,
+    settings,
+    *,
     programs=(_PLAIN, _PLAIN),
     devices=1,
-    each=((), ()),
+    settings_of_each=((), ()),
     places=2 * ((ROOT, ROOT),),
 ):
     """Two processes to their end: (code, stdout, stderr) of both."""
-    address = f"localhost:{free_port()}"
-    hosts = (f"--config.mesh.cpu_devices={devices}", f"--config.hosts.coordinator={address}")
-    hosts += ("--config.hosts.processes=2", "--config.hosts.timeout_s=10")
+    hosts = [
+        f"--config.mesh.cpu_devices={devices}",
+        f"--config.hosts.coordinator=localhost:{free_port()}",
+        "--config.hosts.processes=2",
+        "--config.hosts.timeout_s=10",
+    ]
     started = [
         _start(
-            *(
-                run_environment,
-                run_dir,
-                *hosts,
-                f"--config.hosts.process={number}",
-                *overrides,
-                *each[number],
-            ),
+            run_environment,
+            run_dir,
+            [*hosts, f"--config.hosts.process={number}", *settings, *settings_of_each[number]],
             program=program,
             place=places[number],
         )
@@ -148,8 +147,9 @@ def _two(
     return [(process.returncode, *output) for process, output in zip(started, outputs, strict=True)]
 
 
-def _one(run_environment, run_dir, *overrides, devices=2):
-    process = _start(run_environment, run_dir, f"--config.mesh.cpu_devices={devices}", *overrides)
+def _one(run_environment, run_dir, settings, *, devices=2):
+    settings = [f"--config.mesh.cpu_devices={devices}", *settings]
+    process = _start(run_environment, run_dir, settings)
     stdout, stderr = process.communicate(timeout=HANGS_S)
     assert process.returncode == 0, stderr
     return stdout
@@ -181,7 +181,7 @@ def _assert_alike(found, expected, *, without=(), rtol=1e-5):
 def alone(run_environment, tmp_path_factory):
     """The run of one process on two devices."""
     run_dir = tmp_path_factory.mktemp("alone") / "run"
-    _one(run_environment, run_dir, *_RUN)
+    _one(run_environment, run_dir, _RUN)
     return run_dir
 
 
@@ -191,34 +191,34 @@ def test_two_processes_with_one_killed_and_resumed_are_like_one_process(
 ):
     run_dir = tmp_path / "run"
     first, second = _two(
-        run_environment, run_dir, *_RUN, programs=(_PLAIN, _signalled(signal.SIGKILL, 2))
+        run_environment, run_dir, _RUN, programs=(_PLAIN, _signalled(signal.SIGKILL, 2))
     )
     assert second[0] == -signal.SIGKILL
     # The other one stands in a collective operation that the dead one never enters: JAX ends it,
     # and says the number.
-    said = f"1 is on {socket.gethostname()}; rerun the same commands to resume"
+    advice = f"1 is on {socket.gethostname()}; rerun the same commands to resume"
     assert first[0] == 1 and "unhealthy (stopped sending heartbeats):\n1\n" in first[2]
     assert (
         first[2]
         .splitlines()[-1]
         .startswith("error: a process has given no sign of life for 10 s (the hosts'")
     )
-    assert first[2].strip().endswith(said)
+    assert first[2].strip().endswith(advice)
     # The checkpoint of step 2 may have been in the writing.
     last = _checkpoints(run_dir)[-1]
     assert last in (1, 2) and sorted(read_records(run_dir)) == [0, 1, 2]
 
-    first, second = _two(run_environment, run_dir, *_RUN)
+    first, second = _two(run_environment, run_dir, _RUN)
     assert (first[0], second[0]) == (0, 0), first[2] + second[2]
     assert f"resuming {run_dir} after step {last}" in first[1] and "after step" not in second[1]
     _assert_alike(read_records(run_dir), read_records(alone))
     assert contradictions(run_dir) == [] and (run_dir / "report.html").is_file()
-    samples = [Path(each, "samples.jsonl").read_text().splitlines() for each in (run_dir, alone)]
-    for found, expected in zip(*(map(json.loads, lines) for lines in samples), strict=True):
-        assert found.pop("discrepancy_mean") == pytest.approx(
+    samples = [Path(path, "samples.jsonl").read_text().splitlines() for path in (run_dir, alone)]
+    for sample, expected in zip(*(map(json.loads, lines) for lines in samples), strict=True):
+        assert sample.pop("discrepancy_mean") == pytest.approx(
             expected.pop("discrepancy_mean"), rel=1e-5
         )
-        assert found == expected
+        assert sample == expected
 
 
 def test_the_pages_commands_run_twice_and_the_second_time_from_a_cache_of_process_0(
@@ -235,36 +235,35 @@ def test_the_pages_commands_run_twice_and_the_second_time_from_a_cache_of_proces
         "processes",
         "process",
     ]
-    own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
-    environment = {
-        name: value for name, value in run_environment.items() if name != "XLA_FLAGS"
-    } | own
+    environment = {name: value for name, value in run_environment.items() if name != "XLA_FLAGS"}
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path / "cache")
+    short = [
+        "--config.training.steps=1",
+        "--config.evaluation.every_steps=0",
+        "--config.mesh.cpu_devices=2",
+    ]
     for name in ("first", "second"):
         address = f"127.0.0.1:{free_port()}"
-        given = [flag.replace("10.0.0.1:1234", address) for flag in flags]
-        each = [given, [*given[:-1], given[-1].replace("=0", "=1")]]
-        short = (
-            "--config.training.steps=1",
-            "--config.evaluation.every_steps=0",
-            "--config.mesh.cpu_devices=2",
-        )
-        started = [_start(environment, tmp_path / name, *short, *own) for own in each]
+        process_0 = [flag.replace("10.0.0.1:1234", address) for flag in flags]
+        process_1 = [*process_0[:-1], process_0[-1].replace("=0", "=1")]
+        started = [
+            _start(environment, tmp_path / name, [*short, *hosts])
+            for hosts in (process_0, process_1)
+        ]
         ended = [(*process.communicate(timeout=HANGS_S), process.returncode) for process in started]
         assert [code for _, _, code in ended] == [0, 0], ended
 
 
 def test_a_step_that_one_process_fails_to_compile_ahead_holds_up_nobody(run_environment, tmp_path):
     """Main threads compile in one order on both processes, whatever other threads compile."""
-    short = (
-        "--config.warmup.steps=0",
-        "--config.training.steps=1",
-        "--config.evaluation.every_steps=0",
-    )
-    own = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")}
     ended = _two(
-        run_environment | own,
+        run_environment | {"JAX_COMPILATION_CACHE_DIR": str(tmp_path / "cache")},
         tmp_path / "run",
-        *short,
+        [
+            "--config.warmup.steps=0",
+            "--config.training.steps=1",
+            "--config.evaluation.every_steps=0",
+        ],
         programs=(("-c", _FAILS_TO_COMPILE_AHEAD), _PLAIN),
     )
     assert [code for code, _, _ in ended] == [0, 0] and "try 2" in ended[0][1], ended
@@ -277,34 +276,35 @@ def test_the_top_k_tokens_of_two_processes_are_those_of_one(run_environment, tmp
 
     Their batches are gathered, packed and measured as one process's.
     """
-    settings = (
+    settings = [
         *_RUN,
         "--config.rollout.top_logprobs=4",
         "--config.training.steps=1",
         "--config.evaluation.every_steps=0",
-    )
-    _one(run_environment, tmp_path / "alone", *settings)
-    ended = _two(run_environment, tmp_path / "two", *settings)
+    ]
+    _one(run_environment, tmp_path / "alone", settings)
+    ended = _two(run_environment, tmp_path / "two", settings)
     assert [code for code, _, _ in ended] == [0, 0], ended
-    [found], [expected] = (read_records(tmp_path / name).values() for name in ("two", "alone"))
+    [record], [expected] = (read_records(tmp_path / name).values() for name in ("two", "alone"))
     names = [name for name in expected if name.startswith("distribution/")]
     assert "distribution/total_variation" in names and expected["distribution/head_mass"] < 0.999
     for name in names:
-        assert found[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
+        assert record[name] == pytest.approx(expected[name], rel=1e-4, abs=1e-6), name
 
 
 @pytest.mark.long
 def test_two_processes_with_a_lag_stopped_while_sampling_and_resumed_are_like_one_process(
     run_environment, tmp_path
 ):
-    lag = (*_RUN, "--config.rollout.lag=1", "--config.evaluation.every_steps=0")
-    _one(run_environment, tmp_path / "alone", *lag)
+    settings = [*_RUN, "--config.rollout.lag=1", "--config.evaluation.every_steps=0"]
+    _one(run_environment, tmp_path / "alone", settings)
     run_dir = tmp_path / "run"
     # The batch of step 2 (counted from 0), which the weights of version 1 sample.
-    ended = _two(run_environment, run_dir, *lag, programs=(_PLAIN, _signalled(signal.SIGTERM, 2)))
+    programs = (_PLAIN, _signalled(signal.SIGTERM, 2))
+    ended = _two(run_environment, run_dir, settings, programs=programs)
     assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 2, ended
     assert _checkpoints(run_dir)[-1] == 1
-    ended = _two(run_environment, run_dir, *lag)
+    ended = _two(run_environment, run_dir, settings)
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert f"resuming {run_dir} after step 1" in ended[0][1]
     _assert_alike(read_records(run_dir), read_records(tmp_path / "alone"))
@@ -324,19 +324,19 @@ _OVERLAPPING = (
 def test_two_engines_sample_beside_the_step_and_give_what_one_process_gives(
     run_environment, tmp_path
 ):
-    settings = (
+    settings = [
         *_RUN,
         *_OVERLAPPING,
         "--config.training.steps=4",
         "--config.checkpoint.every_steps=9",
-    )
-    _one(run_environment, tmp_path / "alone", *settings)
-    ended = _two(run_environment, tmp_path / "two", *settings)
+    ]
+    _one(run_environment, tmp_path / "alone", settings)
+    ended = _two(run_environment, tmp_path / "two", settings)
     assert [code for code, _, _ in ended] == [0, 0], ended
     assert "lag          1 step(s): the engine samples while a step trains" in ended[0][1]
     # Each process measures the floor and the legs of its own engine, on its own completions.
-    own = ("mismatch/noise_floor", "mismatch/leg_decoding", "mismatch/leg_one_pass")
-    _assert_alike(read_records(tmp_path / "two"), read_records(tmp_path / "alone"), without=own)
+    of_each = ("mismatch/noise_floor", "mismatch/leg_decoding", "mismatch/leg_one_pass")
+    _assert_alike(read_records(tmp_path / "two"), read_records(tmp_path / "alone"), without=of_each)
     assert contradictions(tmp_path / "two") == []
     # Stopped while one of them samples beside the first steps, it ends with what all have finished,
     # and goes on alike.
@@ -344,15 +344,15 @@ def test_two_engines_sample_beside_the_step_and_give_what_one_process_gives(
         run_dir = tmp_path / f"stopped{number}"
         programs = [_PLAIN, _PLAIN]
         programs[number] = _signalled_beside(signal.SIGTERM, 2)
-        ended = _two(run_environment, run_dir, *settings, programs=programs)
+        ended = _two(run_environment, run_dir, settings, programs=programs)
         assert [code for code, _, _ in ended] == [128 + signal.SIGTERM] * 2, ended
-        ended = _two(run_environment, run_dir, *settings)
+        ended = _two(run_environment, run_dir, settings)
         assert [code for code, _, _ in ended] == [0, 0], ended
-        _assert_alike(read_records(run_dir), read_records(tmp_path / "alone"), without=own)
+        _assert_alike(read_records(run_dir), read_records(tmp_path / "alone"), without=of_each)
     # Killed there, the other one's collective operation fails, and the dead one is named.
     programs = (_PLAIN, _signalled_beside(signal.SIGKILL, 2))
-    [(code, _, said), _] = _two(run_environment, tmp_path / "killed", *settings, programs=programs)
-    assert code == 1 and "error: a process has given no sign of life for 10 s" in said
+    [(code, _, errors), _] = _two(run_environment, tmp_path / "killed", settings, programs=programs)
+    assert code == 1 and "error: a process has given no sign of life for 10 s" in errors
 
 
 @pytest.mark.long
@@ -365,11 +365,11 @@ def test_a_signal_to_one_process_saves_and_ends_both_at_the_same_step(
         programs[number] = _signalled(signal.SIGTERM, 1)
         # Without a checkpoint of its own at step 1: the signal saves it.
         settings = [*_RUN, "--config.checkpoint.every_steps=9"]
-        ended = _two(run_environment, run_dir, *settings, programs=programs)
+        ended = _two(run_environment, run_dir, settings, programs=programs)
         assert [code for code, _, _ in ended] == [143, 143], ended[0][2] + ended[1][2]
         assert "stopped by SIGTERM after step 1, saved; the same command resumes" in ended[0][1]
         assert _checkpoints(run_dir) == [0, 1]
-        assert all(code == 0 for code, _, _ in _two(run_environment, run_dir, *settings))
+        assert all(code == 0 for code, _, _ in _two(run_environment, run_dir, settings))
         _assert_alike(read_records(run_dir), read_records(alone))
 
 
@@ -377,12 +377,16 @@ def test_a_signal_to_one_process_saves_and_ends_both_at_the_same_step(
 def test_the_death_of_process_0_ends_the_other_with_its_name(run_environment, tmp_path, alone):
     run_dir = tmp_path / "run"
     first, second = _two(
-        run_environment, run_dir, *_RUN, programs=(_signalled(signal.SIGKILL, 2), _PLAIN)
+        run_environment, run_dir, _RUN, programs=(_signalled(signal.SIGKILL, 2), _PLAIN)
     )
     assert first[0] == -signal.SIGKILL and second[0] == 1
     assert f"error: lost the coordinator, process 0 on {socket.gethostname()};" in second[2]
-    assert all(code == 0 for code, _, _ in _two(run_environment, run_dir, *_RUN))
+    assert all(code == 0 for code, _, _ in _two(run_environment, run_dir, _RUN))
     _assert_alike(read_records(run_dir), read_records(alone))
+
+
+def _mesh(data, fsdp):
+    return [f"--config.mesh.data={data}", f"--config.mesh.fsdp={fsdp}"]
 
 
 @pytest.mark.long
@@ -393,8 +397,8 @@ def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_p
 
     An fsdp mesh has other rows.
     """
-    shorter = [setting for setting in _RUN if "fsdp" not in setting and "data" not in setting]
-    float32 = [
+    settings = [
+        *(setting for setting in _RUN if "fsdp" not in setting and "data" not in setting),
         "--config.rollout.precision=float32",
         "--config.evaluation.every_steps=0",
         # Some completions get it right: without a gradient Adam would turn rounding into steps of
@@ -402,17 +406,9 @@ def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_p
         f"--config.rewards.functions={ROOT}/tests/rewards/planted_rewards.py:begins_with_a_multiple_of_eight",
     ]
     start = tmp_path / "start"
-    on = "--config.mesh.data={} --config.mesh.fsdp={}".format
-    codes = _two(
-        run_environment,
-        start,
-        *shorter,
-        *float32,
-        *on(1, 4).split(),
-        "--config.training.steps=1",
-        devices=2,
-    )
-    assert [code for code, _, _ in codes] == [0, 0], codes[0][2] + codes[1][2]
+    one_step = [*settings, *_mesh(1, 4), "--config.training.steps=1"]
+    ended = _two(run_environment, start, one_step, devices=2)
+    assert [code for code, _, _ in ended] == [0, 0], ended[0][2] + ended[1][2]
     runs = {}
     for name, processes, devices, mesh in (
         ("two processes, fsdp", 2, 2, (1, 4)),
@@ -423,18 +419,18 @@ def test_a_checkpoint_of_two_processes_continues_on_another_mesh_and_number_of_p
     ):
         run_dir = tmp_path / name.replace(" ", "_").replace(",", "")
         shutil.copytree(start, run_dir)
-        settings = *shorter, *float32, *on(*mesh).split()
+        on_mesh = [*settings, *_mesh(*mesh)]
         if processes == 2:
-            ended = _two(run_environment, run_dir, *settings, devices=devices)
+            ended = _two(run_environment, run_dir, on_mesh, devices=devices)
             assert [code for code, _, _ in ended] == [0, 0], ended[0][2] + ended[1][2]
         else:
-            assert "resuming" in _one(run_environment, run_dir, *settings, devices=devices)
+            assert "resuming" in _one(run_environment, run_dir, on_mesh, devices=devices)
         runs[name] = read_records(run_dir)
     expected = runs.pop("two processes, fsdp")
-    for found in runs.values():
+    for records in runs.values():
         for step in (2, 3):
             for name in ("policy/loss", "optimizer/grad_norm", "policy/entropy", "reward/mean"):
-                assert found[step][name] == pytest.approx(
+                assert records[step][name] == pytest.approx(
                     expected[step][name], rel=1e-4, abs=1e-6
                 ), name
 
@@ -452,7 +448,7 @@ def test_hosts_that_differ_are_found_before_the_first_step(run_environment, tmp_
     with (changed / "dcmdp_jax" / "algorithm" / "losses.py").open("a") as file:
         file.write("# another version\n")
     same = (tmp_path / "a", ROOT), (tmp_path / "a", ROOT)
-    data = "--config.task.train=data.jsonl"
+    settings = [*_RUN, "--config.task.train=data.jsonl"]
     host = socket.gethostname()
     for places, second, message in (
         (
@@ -472,13 +468,17 @@ def test_hosts_that_differ_are_found_before_the_first_step(run_environment, tmp_
         ),
     ):
         ended = _two(
-            run_environment, tmp_path / "run", *_RUN, data, places=places, each=((), second)
+            run_environment,
+            tmp_path / "run",
+            settings,
+            places=places,
+            settings_of_each=((), second),
         )
         for code, _, stderr in ended:
             assert code == 2 and f"error: {message.format(host)}" in stderr, stderr
     # The same data, and a run directory that is another one for each.
     (tmp_path / "b" / "data.jsonl").write_text((tmp_path / "a" / "data.jsonl").read_text())
-    ended = _two(run_environment, "run", *_RUN, data, places=(same[0], (tmp_path / "b", ROOT)))
+    ended = _two(run_environment, "run", settings, places=(same[0], (tmp_path / "b", ROOT)))
     for code, _, stderr in ended:
         assert (
             code == 2
@@ -524,8 +524,7 @@ def test_a_declared_column_reaches_the_step_from_two_processes_and_after_a_resum
         ended = _two(
             run_environment,
             run_dir,
-            *_RUN,
-            f"--config.training.steps={steps}",
+            [*_RUN, f"--config.training.steps={steps}"],
             programs=(program, program),
         )
         assert [code for code, _, _ in ended] == [0, 0], ended[0][2] + ended[1][2]

@@ -166,29 +166,26 @@ failures.run_main(sft.main)
     ids=["all", "lora"],
 )
 def test_a_killed_run_goes_on_to_the_same_bits(run_environment, tmp_path, rows, settings):
-    given = [
+    settings = [
         f"task.train={rows}",
         f"evaluation.task={rows}",
         "evaluation.every_steps=2",
         "training.steps=4",
-    ]
-    given += [
         "checkpoint.every_steps=1",
         "optimizer.learning_rate=1e-3",
         "mesh.cpu_devices=1",
         *settings,
     ]
-    words = [f"--config.{one}" for one in given]
-    said = finish(start(run_environment, tmp_path / "whole", *words, program=("-m", "bin.sft")))
-    assert (
-        "6 to learn from (0 dropped: too long)" in said and "4 conversations, 2 update(s)" in said
-    )
+    words = [f"--config.{setting}" for setting in settings]
+    output = finish(start(run_environment, tmp_path / "whole", words, program=("-m", "bin.sft")))
+    assert "6 to learn from (0 dropped: too long)" in output
+    assert "4 conversations, 2 update(s)" in output
     finish(
-        start(run_environment, tmp_path / "run", *words, program=("-c", _KILLED)),
+        start(run_environment, tmp_path / "run", words, program=("-c", _KILLED)),
         code=-signal.SIGKILL,
     )
-    said = finish(start(run_environment, tmp_path / "run", *words, program=("-m", "bin.sft")))
-    assert f"resuming {tmp_path / 'run'} after step 2" in said
+    output = finish(start(run_environment, tmp_path / "run", words, program=("-m", "bin.sft")))
+    assert f"resuming {tmp_path / 'run'} after step 2" in output
     assert read_digests(tmp_path / "run", 4) == read_digests(tmp_path / "whole", 4)
     records = read_records(tmp_path / "whole")
     assert read_records(tmp_path / "run") == records
@@ -197,15 +194,15 @@ def test_a_killed_run_goes_on_to_the_same_bits(run_environment, tmp_path, rows, 
         losses == sorted(losses, reverse=True) and losses[0] > 4 and "reward/mean" not in records[1]
     )
     # Another run's settings are refused: training by rewards would go on from these weights.
-    refused = finish(start(run_environment, tmp_path / "run", *words), code=2)
+    refused = finish(start(run_environment, tmp_path / "run", words), code=2)
     assert "holds a run with" in refused
     # The tokens are the same, but "2" is no longer learned.
     talk = [_TALK[0], {**_TALK[1], "weight": 0}, _TALK[2], _ROWS[1]["messages"][-1]]
     changed = [*_ROWS[:1], {"messages": talk}, *_ROWS[2:]]
     rows.write_text("".join(json.dumps(row) + "\n" for row in changed))
-    more = [*words, "--config.training.steps=5"]
+    longer = [*words, "--config.training.steps=5"]
     refused = finish(
-        start(run_environment, tmp_path / "run", *more, program=("-m", "bin.sft")), code=2
+        start(run_environment, tmp_path / "run", longer, program=("-m", "bin.sft")), code=2
     )
     assert "config.task.train: has 6" in refused and "put the data back, or set" in refused
 

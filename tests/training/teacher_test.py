@@ -201,16 +201,20 @@ def test_bypass_compares_the_teacher_with_the_policy_that_sampled(tmp_path, rows
 
 def test_a_resumed_run_with_a_teacher_has_the_bits_of_one_that_went_on(run_environment, tmp_path):
     _save_teacher(tmp_path / "teacher")
-    given = [
-        f"rewards.functions=math,teacher:{tmp_path / 'teacher'}",
-        "rewards.weights=(0,1)",
-        "rollout.lag=1",
+    settings = [
+        f"--config.rewards.functions=math,teacher:{tmp_path / 'teacher'}",
+        "--config.rewards.weights=(0,1)",
+        "--config.rollout.lag=1",
+        "--config.evaluation.every_steps=2",
+        "--config.evaluation.max_problems=4",
+        "--config.checkpoint.every_steps=1",
+        "--config.mesh.cpu_devices=1",
     ]
-    given += ["evaluation.every_steps=2", "evaluation.max_problems=4", "checkpoint.every_steps=1"]
-    words = [f"--config.{one}" for one in (*given, "mesh.cpu_devices=1")]
-    finish(start(run_environment, tmp_path / "whole", *words, "--config.training.steps=3"))
-    finish(start(run_environment, tmp_path / "run", *words, "--config.training.steps=2"))
-    finish(start(run_environment, tmp_path / "run", *words, "--config.training.steps=3"))
+    two_steps = [*settings, "--config.training.steps=2"]
+    three_steps = [*settings, "--config.training.steps=3"]
+    finish(start(run_environment, tmp_path / "whole", three_steps))
+    finish(start(run_environment, tmp_path / "run", two_steps))
+    finish(start(run_environment, tmp_path / "run", three_steps))
     assert read_digests(tmp_path / "run", 3) == read_digests(tmp_path / "whole", 3)
     records = read_records(tmp_path / "whole")
     resumed = read_records(tmp_path / "run")

@@ -24,9 +24,9 @@ SETTINGS = (
 pytestmark = [pytest.mark.long, pytest.mark.usefixtures("vllm_is_installed")]
 
 
-def _start(run_environment, run_dir, steps, options="debug", *settings):
-    settings = (f"--config.training.steps={steps}", *SETTINGS, *settings)
-    return start(run_environment, run_dir, *settings, config=f"configs/demo_vllm.py:{options}")
+def _start(run_environment, run_dir, steps, options="debug", settings=()):
+    settings = [f"--config.training.steps={steps}", *SETTINGS, *settings]
+    return start(run_environment, run_dir, settings, config=f"configs/demo_vllm.py:{options}")
 
 
 def _sidecar_of(trainer):
@@ -111,7 +111,7 @@ def test_with_a_lag_killing_trainer_or_sidecar_changes_nothing(
     """
     steps = 40
     kills = 20
-    lag = "--config.rollout.lag=1"
+    lag = ["--config.rollout.lag=1"]
     output, _ = (
         whole := _start(run_environment, tmp_path / "whole", steps, "debug", lag)
     ).communicate(timeout=HANGS_S)
@@ -169,7 +169,7 @@ def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(
             tmp_path / name,
             steps,
             "debug,float32",
-            f"--config.rollout.vllm.replicas={replicas}",
+            [f"--config.rollout.vllm.replicas={replicas}"],
         )
         output, _ = run.communicate(timeout=HANGS_S)
         assert run.returncode == 0, output
@@ -178,7 +178,7 @@ def test_two_replicas_give_the_metrics_of_one_and_kills_change_nothing(
         tmp_path / "killed",
         steps,
         "debug,float32",
-        "--config.rollout.vllm.replicas=2",
+        ["--config.rollout.vllm.replicas=2"],
     )
     chance = random.Random(0)
     for number in range(kills):
@@ -220,19 +220,18 @@ def test_adapters_beside_their_base_keep_the_version_of_each_rollout_and_resume(
     run_environment, tmp_path
 ):
     """Lag 1, float32: a rollout sampled by other adapters than it says would show as mismatch."""
-    adapters = (
+    adapters = [
         "--config.model.lora_rank=4",
         "--config.model.lora_base=float32",
         "--config.rollout.vllm.adapters=True",
         "--config.rollout.lag=1",
         "--config.optimizer.learning_rate=0.01",
         "--config.evaluation.every_steps=0",
-    )
+    ]
     for name, goes in (("whole", (4,)), ("resumed", (2, 4))):
         for steps in goes:
-            output, _ = (
-                run := _start(run_environment, tmp_path / name, steps, "debug,float32", *adapters)
-            ).communicate(timeout=HANGS_S)
+            run = _start(run_environment, tmp_path / name, steps, "debug,float32", adapters)
+            output, _ = run.communicate(timeout=HANGS_S)
             assert run.returncode == 0, output
     whole = read_records(tmp_path / "whole")
     assert read_records(tmp_path / "resumed")[4] == whole[4]
