@@ -15,7 +15,7 @@ from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import RowShapes, make_row_shapes
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.lora import trained
+from dcmdp_jax.models.lora import make_policy, trained
 from dcmdp_jax.models.params import draw_params, init_params, num_params
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import training_mesh
@@ -140,7 +140,7 @@ def stepper(
         optimizer=optimizer,
         schedule=schedule,
         mesh=mesh,
-        lora=lora,
+        policy=make_policy(lora),
     )
     step = make_train_step(parts, shardings)
     state = [jax.jit(create, out_shardings=shardings)()]

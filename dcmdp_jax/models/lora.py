@@ -13,7 +13,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -200,6 +200,17 @@ class Adapted(NamedTuple):
 def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
     """The base with a `LoraKernel` for every matrix that has an adapter, as training reads it."""
     return _joined(base, adapters, lambda kernel, a, b: LoraKernel(kernel, a, b, lora.scale))
+
+
+Policy = Callable[[Params, Params | None], Params]
+"""(trained, frozen parameters) -> the parameters of the training stack's forward pass."""
+
+
+def make_policy(lora: Lora | None) -> Policy:
+    """The trained parameters; with adapters of this shape, the frozen ones joined with them."""
+    if lora is None:
+        return lambda trained, _: trained
+    return lambda adapters, base: adapted(base, adapters, lora)
 
 
 def merged(base: Params, adapters: Params, lora: Lora, rounded_to: str | None = None) -> Params:

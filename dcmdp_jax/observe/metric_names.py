@@ -86,12 +86,13 @@ rollout/staleness_max | steps | age of the oldest sampled token
 @training/batches.py:Batches
 rollout/dropped_completions | completions | left out because a log-prob was not finite
 rollout/padding_fraction | fraction | padding among the tokens that the training step computed
-@training/step.py:_objective
+@training/step.py:_statistics
 discrepancy/mean | discrepancy | token-weighted batch mean: what the dual step compares with the
     tolerance
 dual/penalty_share | fraction | penalty in the update: C / (C + S), C = sum |penalty| (1 - p), S =
     sum |advantage| (1 - p)
 policy/entropy | nats | mean entropy of the policy over sampled tokens
+@training/objective.py:distillation
 policy/teacher_kl | nats | mean of log p^Train - log p of the teacher: about KL(policy || teacher)
 @config/algorithm.py:AlgorithmSettings.bounded_metric
 discrepancy/spent | discrepancy | quantile that algorithm.budget names, compared with the tolerance;
@@ -134,7 +135,7 @@ distribution/expected_discrepancy | discrepancy | mean over states of the expect
     discrepancy/mean estimates it
 distribution/expected_discrepancy_bound | discrepancy | how much larger it can be by the tail
 distribution/head_mass | probability | mean mass of the top-k tokens, by the engine
-@training/step.py:_train_step
+@training/step_metrics.py:statistics_metrics
 distribution/sampling_noise | discrepancy | standard deviation of discrepancy/mean about that
     expectation, by sampling
 @training/objective.py:head_statistics
@@ -188,6 +189,7 @@ optimizer/loss_scale | 1 | factor of the loss against underflow of float16 gradi
 @training/step.py:_train_step
 dual/violation | discrepancy | mean discrepancy, or the quantile of algorithm.budget, minus c;
     above 0 lambda rises
+@training/step_metrics.py:statistics_metrics
 correction/weight_mean | 1 | mean weight by corrections over all tokens, 0 where dropped
 correction/effective_sample_size | fraction | effective share of tokens under those weights; 1 is
     best

@@ -1,4 +1,4 @@
-"""The configured loss: surrogate, reference KL, load balancing; from rewards to its terms.
+"""The configured loss: a sum of terms, and what they are computed from.
 
     loss = S / W + kl_coefficient K / V + router_aux_loss B
 
@@ -7,12 +7,14 @@ the divergence over all tokens and V their weight; B is the load-balancing loss 
 Micro-batches add one sum that is divided by W at the end, so K / V and B enter it times W. W is
 therefore known before the pass that takes the gradient: the terms weigh the same however many
 tokens a correction drops.
+
+To add a term, write its function and name it in `TERMS`.
 """
 
-from collections.abc import Iterable
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 
@@ -21,19 +23,22 @@ from dcmdp_jax.algorithm.discrepancy import (
     token_discrepancy,
 )
 from dcmdp_jax.algorithm.distribution import Head, centering_loss, distribution_statistics
+from dcmdp_jax.algorithm.losses import policy_loss, reference_kl
 from dcmdp_jax.algorithm.masked import (
     CompletionIndex,
     completion_means,
     gather_to_tokens,
     masked_sum,
+    weighted_sum,
 )
-from dcmdp_jax.algorithm.penalties import penalty_loss
+from dcmdp_jax.algorithm.penalties import penalty_length, penalty_loss
 from dcmdp_jax.algorithm.remedies import Corrected, Function, Statistics, Tokens, split
-from dcmdp_jax.algorithm.signals import Signals, row_signals
-from dcmdp_jax.algorithm.stats import Mean, clamped_log_ratio
+from dcmdp_jax.algorithm.signals import Signals, penalty_share, row_signals
+from dcmdp_jax.algorithm.stats import Mean, Statistic, clamped_log_ratio
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.data.episode import TEACHER_LOGPROBS
 from dcmdp_jax.models.moe import Aux, load_balancing_loss
+from dcmdp_jax.models.row_logprobs import RowOutputs
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, START_LOGPROBS
 from dcmdp_jax.types import Array, Batch, DualState, Rows
 
@@ -85,42 +90,179 @@ def loss_weights(settings: AlgorithmSettings, signals: Signals) -> Array:
     return signals.weights
 
 
-def head_loss(
-    settings: AlgorithmSettings,
-    remedies: Remedies,
-    tokens: Tokens,
-    weights: Array,
-    centered_weights: Array,
-    head: Head,
-) -> Array:
-    """Sum the terms of the engine's top-k tokens: score centering and the penalty of a state.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LossInputs:
+    """What the terms of the loss are computed from, on a micro-batch.
 
-    Args:
+    Attributes:
         settings, remedies: the method.
-        tokens, weights: as `policy_loss` gets them.
-        centered_weights: see `Signals`.
-        head: the top-k tokens; the gradient reaches its `train_logprobs`.
-
-    Returns:
-        [] float32, a sum over tokens, to be added to that of `policy_loss`.
+        tokens: advantages penalized; the gradient flows through `train_logprobs`.
+        weights: [R, L] float32, of each token in the loss.
+        signals: constants of the rows.
+        head: the engine's top-k tokens, whose `train_logprobs` have a gradient; None without.
+        rows: the micro-batch.
+        outputs: of the forward pass of the policy.
+        reference: the forward pass of the reference policy.
     """
-    total = jnp.zeros(())
-    if remedies.centered is not None:
-        corrections, _ = remedies.centered
-        if settings.ratio_denominator == "proximal":
-            corrections += (_proximal,)
-        total -= centering_loss(
-            tokens,
-            centered_weights,
-            head,
-            loss=remedies.loss,
-            ratio_level=settings.ratio_level,
-            anchor=_anchor(settings),
-            corrections=corrections,
-        )
-    if settings.state_penalty is not None:
-        total += penalty_loss(tokens, weights, head, settings.state_penalty)
-    return total
+
+    settings: AlgorithmSettings
+    remedies: Remedies
+    tokens: Tokens
+    weights: Array
+    signals: Signals
+    head: Head | None
+    rows: Rows
+    outputs: RowOutputs | None = None
+    reference: Callable[[], RowOutputs] | None = None
+
+
+class TermConstants(NamedTuple):
+    """Constants of an update whose loss has terms besides the surrogate.
+
+    Attributes:
+        divisor: [] float32, W; 1 where it would be 0, so that the other terms remain.
+        planned_weight: [] float32, V.
+        router: `moe.router_sums` of the whole mini-batch; None without the load-balancing loss.
+    """
+
+    divisor: Array
+    planned_weight: Array
+    router: Aux | None
+
+
+def _surrogate(inputs: LossInputs) -> tuple[Array, Statistics]:
+    """S without the terms of the top-k tokens (Eq. 9-10)."""
+    loss, statistics = policy_loss(
+        inputs.tokens,
+        inputs.weights,
+        loss=inputs.remedies.loss,
+        ratio_level=inputs.settings.ratio_level,
+    )
+    return loss.total, statistics
+
+
+def _centering(inputs: LossInputs) -> Array:
+    """Score centering, subtracted."""
+    settings = inputs.settings
+    corrections, _ = inputs.remedies.centered
+    if settings.ratio_denominator == "proximal":
+        corrections += (_proximal,)
+    return -centering_loss(
+        inputs.tokens,
+        inputs.signals.centered_weights,
+        inputs.head,
+        loss=inputs.remedies.loss,
+        ratio_level=settings.ratio_level,
+        anchor=_anchor(settings),
+        corrections=corrections,
+    )
+
+
+def _state_penalty(inputs: LossInputs) -> Array:
+    """The penalty of a state's discrepancy."""
+    return penalty_loss(inputs.tokens, inputs.weights, inputs.head, inputs.settings.state_penalty)
+
+
+def _reference_kl(inputs: LossInputs) -> Array:
+    """K: divergence from the reference policy."""
+    divergence = reference_kl(
+        inputs.tokens.train_logprobs,
+        lax.stop_gradient(inputs.reference().logprobs),
+        completion_mask=inputs.rows.completion_mask,
+        estimator=inputs.settings.kl_estimator,
+    )
+    return weighted_sum(divergence, inputs.signals.planned_weights).total
+
+
+def _router_probability(inputs: LossInputs) -> Array:
+    """The factor of B that has a gradient: the experts' probabilities, summed."""
+    return inputs.outputs.router["router_probability"]
+
+
+def _balance(probability: Array, constants: TermConstants) -> Array:
+    """B, whose other factor is that of the whole mini-batch."""
+    return load_balancing_loss(constants.router | {"router_probability": probability})
+
+
+def _mean_of_tokens(total: Array, constants: TermConstants) -> Array:
+    """K / V."""
+    return Mean(total, constants.planned_weight).value()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Term:
+    """A term of the loss.
+
+    Attributes:
+        metric: name of its mean, recorded where the loss has several; the terms of `SURROGATE` are
+            one sum, S.
+        total: its sum over a micro-batch, or (sum, statistics).
+        coefficient: its factor in the loss, by the settings; 0: not in it.
+        mean: of other terms than `SURROGATE`: (sum, constants) -> the term.
+    """
+
+    metric: str
+    total: Callable[[LossInputs], Any]
+    coefficient: Callable[[AlgorithmSettings], float]
+    mean: Callable[[Any, TermConstants], Array] = _mean_of_tokens
+
+
+TERMS = (
+    Term(metric=SURROGATE, total=_surrogate, coefficient=lambda _: 1),
+    Term(metric=SURROGATE, total=_centering, coefficient=lambda settings: settings.centers),
+    Term(
+        metric=SURROGATE,
+        total=_state_penalty,
+        coefficient=lambda settings: settings.state_penalty is not None,
+    ),
+    Term(metric=KL, total=_reference_kl, coefficient=lambda settings: settings.kl_coefficient),
+    Term(
+        metric=ROUTER,
+        total=_router_probability,
+        coefficient=lambda settings: settings.router_aux_loss,
+        mean=_balance,
+    ),
+)
+"""Every term, in the order in which they are computed."""
+
+
+def terms_of(settings: AlgorithmSettings) -> tuple[Term, ...]:
+    """The terms that the settings ask for."""
+    return tuple(term for term in TERMS if term.coefficient(settings))
+
+
+def sum_of_terms(
+    terms: Sequence[Term], inputs: LossInputs, constants: TermConstants | None
+) -> tuple[Array, dict[str, Any], Statistics]:
+    """The loss of a micro-batch times W, the sums by metric, and the terms' statistics."""
+    totals = {}
+    statistics = {}
+    for term in terms:
+        total, term_statistics = split(term.total(inputs))
+        if term.metric in totals:
+            total = totals[term.metric] + total
+        totals[term.metric] = total
+        statistics |= term_statistics
+
+    loss = totals[SURROGATE]
+    for term in terms:
+        if term.metric != SURROGATE:
+            mean = term.mean(totals[term.metric], constants)
+            loss += term.coefficient(inputs.settings) * constants.divisor * mean
+    return loss, totals, statistics
+
+
+def term_metrics(
+    terms: Sequence[Term], totals: dict[str, Any], constants: TermConstants
+) -> dict[str, Array]:
+    """The terms of an update: loss = surrogate + kl_coefficient kl + router_aux_loss router."""
+    metrics = {SURROGATE: totals[SURROGATE] / constants.divisor}
+    if constants.router is not None:
+        totals = totals | {ROUTER: constants.router["router_probability"]}
+    for term in terms:
+        if term.metric != SURROGATE:
+            metrics[term.metric] = term.mean(totals[term.metric], constants)
+    return metrics
 
 
 def _proximal(tokens: Tokens) -> Corrected:
@@ -128,22 +270,28 @@ def _proximal(tokens: Tokens) -> Corrected:
     return Corrected(proximal_weights(tokens), jnp.ones_like(tokens.completion_mask))
 
 
-def head_statistics(
-    settings: AlgorithmSettings,
-    head: Head | None,
-    kept_mass: Array | None,
-    mask: Array,
-) -> Statistics:
+def head_statistics(inputs: LossInputs) -> Statistics:
     """Compute the statistics of the engine's top-k tokens; none without them."""
+    mask = inputs.rows.completion_mask
+    kept_mass = inputs.outputs.kept_mass
     statistics = {}
     if kept_mass is not None:
         statistics["distribution/kept_mass"] = masked_sum(lax.stop_gradient(kept_mass), mask)
-    if head is not None:
-        statistics |= distribution_statistics(head, mask, measure_of(settings))
+    if inputs.head is not None:
+        statistics |= distribution_statistics(inputs.head, mask, measure_of(inputs.settings))
     return statistics
 
 
-def proximal_weights(tokens: Tokens) -> jax.Array:
+def penalty_share_of(inputs: LossInputs, unpenalized: Array) -> Statistic:
+    """Compute `penalty_share`, with the penalty of a state where the loss has one."""
+    in_loss = None
+    penalty = inputs.settings.state_penalty
+    if penalty is not None:
+        in_loss = penalty_length(inputs.head, inputs.rows.completion_mask, penalty)
+    return penalty_share(inputs.signals.tokens, unpenalized, inputs.signals.weights, in_loss)
+
+
+def proximal_weights(tokens: Tokens) -> Array:
     """pi_prox / pi_old, the weights of the decoupled objective: `ratio_denominator="proximal"`.
 
         l_t = -(pi_prox / pi_old) min(r_t A_t, clip(r_t) A_t),    r_t = pi_theta / pi_prox
@@ -158,41 +306,6 @@ def proximal_weights(tokens: Tokens) -> jax.Array:
     """
     log_ratio = clamped_log_ratio(tokens.start_logprobs, tokens.old_logprobs)
     return lax.stop_gradient(jnp.exp(jnp.where(tokens.completion_mask, log_ratio, 0.0)))
-
-
-class Terms(NamedTuple):
-    """Constants of an update whose loss has terms besides the surrogate.
-
-    Attributes:
-        divisor: [] float32, W; 1 where it would be 0, so that the other terms remain.
-        kl_weight: [] float32, V.
-        router: `moe.router_sums` of the whole mini-batch; None without the load-balancing loss.
-    """
-
-    divisor: jax.Array
-    kl_weight: jax.Array
-    router: Aux | None
-
-
-def scaled_terms(
-    settings: AlgorithmSettings,
-    terms: Terms,
-    kl: jax.Array,
-    router: Aux,
-) -> jax.Array:
-    """Scale the KL and router terms of a micro-batch by `divisor`, which divides the sum later.
-
-    Args:
-        settings: the coefficients.
-        terms: constants of the update.
-        kl: [] float32, K of the micro-batch.
-        router: `moe.router_sums` of the micro-batch.
-    """
-    total = settings.kl_coefficient * terms.divisor * Mean(kl, terms.kl_weight).value()
-    if terms.router is not None:
-        sums = terms.router | {"router_probability": router["router_probability"]}
-        total += settings.router_aux_loss * terms.divisor * load_balancing_loss(sums)
-    return total
 
 
 def punished_rewards(
@@ -285,36 +398,70 @@ def _penalized(
     return split(penalty(tokens))[0][0]
 
 
-def token_advantages(
-    completion_advantages: Array,
-    rows: Rows,
-    old_logprobs: Array,
-    teacher_weight: float,
-) -> Array:
-    """The advantage of each token, with on-policy distillation in rows with a teacher's log-probs.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenReward:
+    """A reward of each token: by how much another policy finds it likelier than p^Train.
 
-        A_t = A_i + w (log pi_T(y_t) - log pi_old(y_t))
+    Attributes:
+        column: column of its log-probs.
+        weight: factor in the advantage.
+        metric: name of the mean of log p^Train less the column.
+    """
+
+    column: str
+    weight: float
+    metric: str
+
+
+def distillation(teacher: str, weight: float) -> tuple[TokenReward, ...]:
+    """The token reward of a run whose reward `teacher:MODEL` has this weight; none without one.
 
     The mean of log pi_old - log pi_T over what the policy samples is the reverse KL, KL(pi_old ||
     pi_T), and the policy gradient of its second term the gradient of it: each token answers for
     itself alone, a discount of 0 (Lu et al. 2025, Thinking Machines, "On-Policy Distillation";
     slime's `opd_kl_coef` and NeMo-RL's `adv_estimator=opd` alike). pi_old is the training stack's,
-    so that the engine's mismatch is not in it. Constants to the gradient.
+    so that the engine's mismatch is not in it.
+    """
+    if not teacher:
+        return ()
+    reward = TokenReward(column=TEACHER_LOGPROBS, weight=weight, metric="policy/teacher_kl")
+    return (reward,)
+
+
+def token_advantages(
+    completion_advantages: Array,
+    rows: Rows,
+    old_logprobs: Array,
+    token_rewards: Sequence[TokenReward],
+) -> Array:
+    """The advantage of each token: its completion's, and its own rewards.
+
+        A_t = A_i + sum w (log pi_T(y_t) - log pi_old(y_t))
 
     Args:
         completion_advantages: [N], A_i.
-        rows: [R, L].
+        rows: [R, L], with the columns of the rewards.
         old_logprobs: [R, L] nats, pi_old.
-        teacher_weight: w, of the reward `teacher:MODEL`.
+        token_rewards: w and the column of pi_T; constants to the gradient.
 
     Returns:
         [R, L] float32.
     """
     advantages = gather_to_tokens(completion_advantages, rows.completion_index)
-    if TEACHER_LOGPROBS not in rows.columns:
-        return advantages
-    gain = lax.stop_gradient(rows.columns[TEACHER_LOGPROBS] - old_logprobs)
-    return advantages + teacher_weight * gain
+    for reward in token_rewards:
+        gain = lax.stop_gradient(rows.columns[reward.column] - old_logprobs)
+        advantages = advantages + reward.weight * gain
+    return advantages
+
+
+def token_reward_statistics(inputs: LossInputs, token_rewards: Sequence[TokenReward]) -> Statistics:
+    """How far p^Train is from the policies of the token rewards."""
+    old_logprobs = inputs.signals.tokens.old_logprobs
+    statistics = {}
+    for reward in token_rewards:
+        gap = old_logprobs - inputs.rows.columns[reward.column]
+        statistics[reward.metric] = masked_sum(gap, inputs.rows.completion_mask)
+    return statistics
 
 
 def loss_mask(settings: AlgorithmSettings, batch: Batch) -> Array:
@@ -324,4 +471,4 @@ def loss_mask(settings: AlgorithmSettings, batch: Batch) -> Array:
     return batch.loss_mask & has_signal(batch.rewards, batch.group_ids, batch.valid)
 
 
-Metrics = dict[str, jax.Array]
+Metrics = dict[str, Array]

@@ -11,16 +11,15 @@ import optax
 from jax import lax
 from jax.sharding import Mesh
 
-from dcmdp_jax.algorithm import distribution, losses, penalties, stats
+from dcmdp_jax.algorithm import distribution, losses
 from dcmdp_jax.algorithm.advantages import group_advantages
-from dcmdp_jax.algorithm.masked import masked_sum, weighted_sum
+from dcmdp_jax.algorithm.masked import masked_sum
 from dcmdp_jax.algorithm.remedies import Statistics, Tokens
-from dcmdp_jax.algorithm.signals import Signals, penalty_share
 from dcmdp_jax.algorithm.stats import Mean, Sum
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
-from dcmdp_jax.data.episode import OLD_TOP_LOGPROBS, TEACHER_LOGPROBS, TOP_IDS, TOP_LOGPROBS
-from dcmdp_jax.models import config, moe, products
-from dcmdp_jax.models.lora import adapted
+from dcmdp_jax.data.episode import OLD_TOP_LOGPROBS, TOP_IDS, TOP_LOGPROBS
+from dcmdp_jax.models import moe, products
+from dcmdp_jax.models.lora import Policy, make_policy
 from dcmdp_jax.models.row_logprobs import RowLogprobs, RowOutputs, without_replay
 from dcmdp_jax.parallel.backend import compiler_options
 from dcmdp_jax.parallel.sharding import replicated
@@ -42,7 +41,7 @@ from dcmdp_jax.training.step_metrics import (
     Updates,
     recorded_tokens,
     step_metrics,
-    term_metrics,
+    token_values,
 )
 from dcmdp_jax.types import Array, Batch, DualState, Params, Rows, TrainState
 
@@ -65,8 +64,8 @@ class StepSetup:
             all others. A differentiated forward pass is fused differently and differs in the last
             bits; `make_rescore` needs none.
         record_tokens: also return the tokens of `RecordedTokens`.
-        lora: shape of the adapters, which then are what is trained; None trains all parameters.
-        teacher_weight: weight of the reward `teacher:MODEL` in the advantages.
+        policy: (trained, frozen parameters) -> those of the forward pass; see `make_policy`.
+        token_rewards: what the advantages of single tokens have beside their completion's.
     """
 
     row_logprobs: RowLogprobs
@@ -78,12 +77,8 @@ class StepSetup:
     mesh: Mesh | None
     always_recompute: bool = False
     record_tokens: bool = False
-    lora: config.Lora | None = None
-    teacher_weight: float = 0.0
-
-    def policy(self, params: Params, frozen: Params | None) -> Params:
-        """The parameters of a forward pass: the trained ones, or the frozen with the adapters."""
-        return params if self.lora is None else adapted(frozen, params, self.lora)
+    policy: Policy = make_policy(None)
+    token_rewards: tuple[objective.TokenReward, ...] = ()
 
     def loss_weights(
         self, batch: Batch, dropped_tokens: Array | None = None
@@ -101,6 +96,11 @@ class StepSetup:
     def remedies(self) -> Remedies:
         """The functions that the settings name."""
         return self.settings.remedies()
+
+    @functools.cached_property
+    def terms(self) -> tuple[objective.Term, ...]:
+        """The terms of the loss."""
+        return objective.terms_of(self.settings)
 
 
 class _Constants(NamedTuple):
@@ -123,7 +123,7 @@ class _Constants(NamedTuple):
     starts_step: Array
     loss_scale: Array | None
     frozen: Params | None
-    terms: objective.Terms | None = None
+    terms: objective.TermConstants | None = None
 
 
 _Inputs = tuple[Params, _Constants]
@@ -150,7 +150,7 @@ class _Sums(NamedTuple):
     """Sums over the tokens of a mini-batch.
 
     Attributes:
-        surrogate, kl: terms of the loss, before coefficient and scale.
+        totals: the terms of the loss by metric, before coefficient and scale.
         dropped_tokens: [N] int32, tokens of each completion that a correction leaves out of the
             loss.
         router: `moe.router_sums`.
@@ -158,8 +158,7 @@ class _Sums(NamedTuple):
             the loss and by it. None until the gradient is taken.
     """
 
-    surrogate: Array
-    kl: Array
+    totals: dict[str, Array]
     dropped_tokens: Array
     router: moe.Aux
     gradient: Params | None = None
@@ -182,13 +181,11 @@ def make_train_step(
 
     Args:
         setup: the method, the model and the optimizer.
-        shardings: the state's, as input and output, so that the step has one cache entry; None on
-            one device.
+        shardings: the state's, in and out, for one cache entry; None on one device.
 
     Returns:
-        step(state, batch, frozen) with `frozen` None unless `kl_coefficient` is above 0 or there
-        are adapters. It returns the state after it; metrics, [] float32, named as in
-        observe/metric_names.py; and `RecordedTokens`.
+        step(state, batch, frozen) -> the state after it; metrics, [] float32, named as in
+        observe/metric_names.py; and `RecordedTokens`. `frozen` is None without adapters and KL.
 
     Raises:
         UserError: in one line, for a function of a user that can't be loaded.
@@ -221,44 +218,27 @@ def _train_step(
 ) -> StepResult:
     """Do the optimizer updates of one step and update the multiplier (Algorithm 1)."""
     settings = setup.settings
-    dual = state.dual
     with jax.named_scope(RECOMPUTE):
         batch = _recompute(setup, setup.policy(state.params, frozen), batch)
 
     rewards = objective.punished_rewards(settings, batch, setup.max_completion_tokens)
-    penalized = objective.penalized_rewards(settings, setup.remedies, dual, rewards, batch.rows)
+    penalized_rewards = objective.penalized_rewards(
+        settings, setup.remedies, state.dual, rewards, batch.rows
+    )
     mini_batches = _MiniBatch(
         batch=batch,
         rewards=rewards,
-        penalized_rewards=penalized,
+        penalized_rewards=penalized_rewards,
         starts_step=jnp.arange(len(rewards)) == 0,
     )
     next_state, updates = lax.scan(functools.partial(_update, setup, frozen), state, mini_batches)
 
-    totals = stats.merge_stacked(updates.statistics)
-    metrics = stats.values(totals) | step_metrics(
-        settings,
-        setup.schedule,
-        state,
-        next_state,
-        batch,
-        updates,
-    )
+    metrics = step_metrics(settings, setup.schedule, state, next_state, batch, updates)
     bounded = metrics[settings.bounded_metric]
-    next_dual = update_dual(settings, dual, state.step, bounded)
-    metrics["dual/violation"] = bounded - dual.tolerance
-    if setup.remedies.corrections:
-        mean = metrics["correction/weight_mean"]
-        square = metrics.pop("correction/weight_square_mean")
-        metrics["correction/effective_sample_size"] = jnp.where(square > 0, mean**2 / square, 0.0)
-    if "distribution/discrepancy_variance" in totals:
-        tokens = totals["distribution/discrepancy_variance"].weight
-        variance = metrics.pop("distribution/discrepancy_variance")
-        metrics["distribution/sampling_noise"] = jnp.sqrt(variance / jnp.maximum(tokens, 1.0))
-
+    metrics["dual/violation"] = bounded - state.dual.tolerance
+    next_dual = update_dual(settings, state.dual, state.step, bounded)
     next_state = next_state._replace(step=state.step + 1, dual=next_dual)
-    recorded = recorded_tokens(batch, updates, every_token=setup.record_tokens)
-    return next_state, metrics, recorded
+    return next_state, metrics, recorded_tokens(batch, updates, every_token=setup.record_tokens)
 
 
 def _recompute(setup: StepSetup, params: Params, batch: Batch) -> Batch:
@@ -267,15 +247,15 @@ def _recompute(setup: StepSetup, params: Params, batch: Batch) -> Batch:
     The first update starts at `params`. No column if that leaves none: with a single mini-batch the
     method costs one pass, as much as GRPO. A penalty inside the reward needs all, unless the rows
     have p^Train of the weights that sampled them. With ratio_denominator="bypass" they are not
-    needed, except for lagged rows, where they measure staleness, and with a teacher, who is
-    compared with the policy that sampled.
+    needed, except for lagged rows, where they measure staleness, and for rewards of tokens, which
+    compare with the policy that sampled.
     """
     settings = setup.settings
     lagging = lags(batch.rows[0])
     micro_batches = batch.micro_batches
     if not setup.always_recompute and (settings.level != "reward" or lagging):
         bypass = settings.ratio_denominator == "bypass"
-        if len(batch.rewards) == 1 or bypass and not (lagging or setup.teacher_weight):
+        if len(batch.rewards) == 1 or bypass and not (lagging or setup.token_rewards):
             return batch
         micro_batches = jnp.asarray(micro_batches).at[0].set(0)
 
@@ -295,50 +275,20 @@ def _update(
     state: TrainState,
     mini_batch: _MiniBatch,
 ) -> tuple[TrainState, Updates]:
-    """One optimizer update, by the gradient of a mini-batch (Eq. 9, 10).
-
-    Args:
-        setup, frozen: of the step.
-        state: before the update.
-        mini_batch: its completions and rewards.
-    """
-    settings = setup.settings
+    """One optimizer update, by the gradient of a mini-batch (Eq. 9, 10)."""
     batch = mini_batch.batch
-    unpenalized_advantages = _advantages(settings, batch, mini_batch.rewards)
-    advantages = unpenalized_advantages
-    if mini_batch.penalized_rewards is not None:
-        advantages = _advantages(settings, batch, mini_batch.penalized_rewards)
-    weights, _ = setup.loss_weights(batch)
-    scale = None if state.loss_scale is None else state.loss_scale.scale
-    constants = _Constants(
-        advantages=advantages,
-        weights=weights,
-        unpenalized=unpenalized_advantages,
-        dual=state.dual,
-        starts_step=mini_batch.starts_step,
-        loss_scale=scale,
-        frozen=frozen,
-    )
-    terms = _terms(setup, (state.params, constants), batch)
-
-    inputs = state.params, constants._replace(terms=terms)
-    gradient = functools.partial(_gradient, setup)
+    constants = _constants(setup, frozen, state, mini_batch)
     (total, statistics), tokens = accumulate(
-        gradient,
-        inputs,
+        functools.partial(_gradient, setup),
+        (state.params, constants),
         batch.rows,
         batch.micro_batches,
         mesh=setup.mesh,
     )
     sums = total.value()
-    if terms is None:
-        _, divisor = setup.loss_weights(batch, sums.dropped_tokens)
-    else:
-        divisor = terms.divisor
-    if scale is not None:
-        divisor *= scale
 
-    advantages_in_loss = jnp.where(weights > 0, advantages, 0.0)
+    divisor = _divisor(setup, constants, batch, sums.dropped_tokens)
+    advantages_in_loss = jnp.where(constants.weights > 0, constants.advantages, 0.0)
     finite = jnp.isfinite(sums.loss) & jnp.all(jnp.isfinite(advantages_in_loss))
     state, grad_norm, updated = apply_update(
         setup.optimizer,
@@ -349,11 +299,56 @@ def _update(
     )
 
     values = {"policy/loss": Mean(sums.loss, divisor).value(), "optimizer/grad_norm": grad_norm}
-    if terms is not None:
-        values |= term_metrics(settings, terms, sums.surrogate, sums.kl)
+    if constants.terms is not None:
+        values |= objective.term_metrics(setup.terms, sums.totals, constants.terms)
     statistics |= {name: masked_sum(value, updated) for name, value in values.items()}
     statistics["optimizer/skipped_updates"] = Sum((~updated).astype(jnp.int32))
-    return state, Updates(statistics, sums.router, tokens=tokens, advantages=advantages)
+    updates = Updates(statistics, sums.router, tokens=tokens, advantages=constants.advantages)
+    return state, updates
+
+
+def _constants(
+    setup: StepSetup,
+    frozen: Params | None,
+    state: TrainState,
+    mini_batch: _MiniBatch,
+) -> _Constants:
+    """The constants of an update: advantages and weights of the completions, and of the terms."""
+    batch = mini_batch.batch
+    unpenalized_advantages = _advantages(setup.settings, batch, mini_batch.rewards)
+    advantages = unpenalized_advantages
+    if mini_batch.penalized_rewards is not None:
+        advantages = _advantages(setup.settings, batch, mini_batch.penalized_rewards)
+    weights, _ = setup.loss_weights(batch)
+    loss_scale = None
+    if state.loss_scale is not None:
+        loss_scale = state.loss_scale.scale
+    constants = _Constants(
+        advantages=advantages,
+        weights=weights,
+        unpenalized=unpenalized_advantages,
+        dual=state.dual,
+        starts_step=mini_batch.starts_step,
+        loss_scale=loss_scale,
+        frozen=frozen,
+    )
+    return constants._replace(terms=_term_constants(setup, (state.params, constants), batch))
+
+
+def _divisor(
+    setup: StepSetup,
+    constants: _Constants,
+    batch: Batch,
+    dropped_tokens: Array,
+) -> Array:
+    """What the summed gradient is divided by: W, times the loss scale."""
+    if constants.terms is None:
+        _, divisor = setup.loss_weights(batch, dropped_tokens)
+    else:
+        divisor = constants.terms.divisor
+    if constants.loss_scale is not None:
+        divisor *= constants.loss_scale
+    return divisor
 
 
 def _advantages(settings: AlgorithmSettings, batch: Batch, rewards: Array) -> jax.Array:
@@ -367,7 +362,9 @@ def _advantages(settings: AlgorithmSettings, batch: Batch, rewards: Array) -> ja
     )
 
 
-def _terms(setup: StepSetup, inputs: _Inputs, batch: Batch) -> objective.Terms | None:
+def _term_constants(
+    setup: StepSetup, inputs: _Inputs, batch: Batch
+) -> objective.TermConstants | None:
     """Compute the constants of the further terms, in a forward pass of its own where they need one.
 
     The load-balancing loss is a product of two means over the mini-batch (Qiu et al. 2025,
@@ -376,16 +373,16 @@ def _terms(setup: StepSetup, inputs: _Inputs, batch: Batch) -> objective.Terms |
     """
     settings = setup.settings
     balances = bool(settings.router_aux_loss)
-    if not (settings.kl_coefficient or balances):
+    if all(term.metric == objective.SURROGATE for term in setup.terms):
         return None
 
     def count(inputs: _Inputs, rows: Rows) -> tuple[dict[str, Sum], tuple[()]]:
-        outputs, signals, _ = _forward(setup, *inputs, rows)
+        loss_inputs = _forward(setup, *inputs, rows)
         sums = {}
         if balances:
-            sums["router"] = Sum(outputs.router)
+            sums["router"] = Sum(loss_inputs.outputs.router)
         if settings.drops_tokens:
-            sums["dropped"] = Sum(signals.dropped_tokens)
+            sums["dropped"] = Sum(loss_inputs.signals.dropped_tokens)
         return sums, ()
 
     router = None
@@ -398,15 +395,15 @@ def _terms(setup: StepSetup, inputs: _Inputs, batch: Batch) -> objective.Terms |
         if settings.drops_tokens:
             _, remaining = setup.loss_weights(batch, sums["dropped"].value())
     divisor = jnp.where(remaining > 0, remaining, 1.0)
-    return objective.Terms(divisor, kl_weight=planned, router=router)
+    return objective.TermConstants(divisor, planned_weight=planned, router=router)
 
 
 def _gradient(
     setup: StepSetup, inputs: _Inputs, rows: Rows
 ) -> tuple[tuple[Sum, Statistics], TokenValues]:
     """The sums and statistics of a micro-batch, and the values of its tokens."""
-    objective = jax.value_and_grad(functools.partial(_objective, setup), has_aux=True)
-    (loss, (sums, statistics, tokens)), gradient = objective(*inputs, rows)
+    differentiated = jax.value_and_grad(functools.partial(_objective, setup), has_aux=True)
+    (loss, (sums, statistics, tokens)), gradient = differentiated(*inputs, rows)
     return (Sum(sums._replace(gradient=gradient, loss=loss)), statistics), tokens
 
 
@@ -418,93 +415,39 @@ def _objective(
 ) -> tuple[Array, tuple[_Sums, Statistics, TokenValues]]:
     """The summed loss of a micro-batch, to be divided by the weight of its mini-batch (Eq. 9-10).
 
-    Times the loss scale, if there is one. Also returns the other fields of `_Sums`, the statistics
-    and token values.
+    Times the loss scale, if there is one. The other fields of `_Sums`, the statistics and the token
+    values are returned beside it.
     """
-    settings = setup.settings
-    remedies = setup.remedies
-    mask = rows.completion_mask
-    outputs, signals, head = _forward(setup, params, constants, rows)
-    tokens = signals.tokens._replace(train_logprobs=outputs.logprobs)
-    weights = objective.loss_weights(settings, signals)
-    loss, loss_statistics = losses.policy_loss(
-        tokens,
-        weights,
-        loss=remedies.loss,
-        ratio_level=settings.ratio_level,
-    )
-    surrogate = loss.total
-    kl = jnp.zeros(())
-    if settings.differentiates_head:
-        surrogate += objective.head_loss(
-            settings,
-            remedies,
-            tokens,
-            weights,
-            signals.centered_weights,
-            head,
-        )
-    total = surrogate
-    if settings.kl_coefficient:
-        reference = setup.row_logprobs(constants.frozen, without_replay(rows)).logprobs
-        divergence = losses.reference_kl(
-            outputs.logprobs,
-            lax.stop_gradient(reference),
-            completion_mask=mask,
-            estimator=settings.kl_estimator,
-        )
-        kl = weighted_sum(divergence, signals.planned_weights).total
-    if constants.terms is not None:
-        total += objective.scaled_terms(settings, constants.terms, kl, outputs.router)
+    inputs = _forward(setup, params, constants, rows)
+    loss, totals, statistics = objective.sum_of_terms(setup.terms, inputs, constants.terms)
     if constants.loss_scale is not None:
-        total *= constants.loss_scale
-
-    old_logprobs = signals.tokens.old_logprobs
-    statistics = {
-        **signals.statistics,
-        **loss_statistics,
-        **objective.head_statistics(settings, head, outputs.kept_mass, mask),
-        "policy/entropy": masked_sum(lax.stop_gradient(outputs.entropy), mask),
-        "discrepancy/mean": signals.mean_discrepancy,
-    }
-    if TEACHER_LOGPROBS in rows.columns:
-        gap = old_logprobs - rows.columns[TEACHER_LOGPROBS]
-        statistics["policy/teacher_kl"] = masked_sum(gap, mask)
-    penalty_in_loss = None
-    if settings.state_penalty is not None:
-        penalty_in_loss = penalties.penalty_length(head, mask, settings.state_penalty)
-    unpenalized = objective.token_advantages(
-        constants.unpenalized,
-        rows,
-        old_logprobs,
-        setup.teacher_weight,
-    )
-    statistics["dual/penalty_share"] = penalty_share(
-        signals.tokens,
-        unpenalized,
-        signals.weights,
-        penalty_in_loss,
-    )
-
-    start_logprobs = None
-    if lags(rows):
-        start_logprobs = signals.tokens.start_logprobs
-    top_logprobs = None
-    if head is not None and setup.record_tokens:
-        top_logprobs = head.old_logprobs
-    values = TokenValues(
-        old_logprobs=old_logprobs,
-        discrepancy=signals.discrepancy,
-        start_logprobs=start_logprobs,
-        top_logprobs=top_logprobs,
-    )
+        loss *= constants.loss_scale
     sums = _Sums(
-        surrogate=surrogate,
-        kl=kl,
-        dropped_tokens=signals.dropped_tokens,
-        router=outputs.router,
+        totals=totals,
+        dropped_tokens=inputs.signals.dropped_tokens,
+        router=inputs.outputs.router,
     )
-    return total, (sums, statistics, values)
+    statistics |= _statistics(setup, constants, inputs)
+    return loss, (sums, statistics, token_values(inputs, every_token=setup.record_tokens))
+
+
+def _statistics(
+    setup: StepSetup, constants: _Constants, inputs: objective.LossInputs
+) -> Statistics:
+    """The statistics of a micro-batch besides those of the terms."""
+    rows = inputs.rows
+    signals = inputs.signals
+    unpenalized = objective.token_advantages(
+        constants.unpenalized, rows, signals.tokens.old_logprobs, setup.token_rewards
+    )
+    entropy = lax.stop_gradient(inputs.outputs.entropy)
+    statistics = dict(signals.statistics)
+    statistics |= objective.head_statistics(inputs)
+    statistics |= objective.token_reward_statistics(inputs, setup.token_rewards)
+    statistics["policy/entropy"] = masked_sum(entropy, rows.completion_mask)
+    statistics["discrepancy/mean"] = signals.mean_discrepancy
+    statistics["dual/penalty_share"] = objective.penalty_share_of(inputs, unpenalized)
+    return statistics
 
 
 def _forward(
@@ -512,31 +455,12 @@ def _forward(
     params: Params,
     constants: _Constants,
     rows: Rows,
-) -> tuple[RowOutputs, Signals, distribution.Head | None]:
-    """The forward pass of a micro-batch, its constants, and the engine's top-k tokens."""
+) -> objective.LossInputs:
+    """The forward pass of a micro-batch, and what the terms of the loss are computed from."""
     columns = rows.columns
     outputs = setup.row_logprobs(setup.policy(params, constants.frozen), rows)
-
-    def at_start(now: Array, name: str) -> Array:
-        """Log-probs at the start of the step; no column means that they are those of now."""
-        if name not in columns:
-            return now
-        if setup.always_recompute:
-            return columns[name]
-        return jnp.where(constants.starts_step, now, columns[name])
-
-    start_logprobs = at_start(outputs.logprobs, START_LOGPROBS)
+    start_logprobs = _at_start(setup, constants, outputs.logprobs, rows, START_LOGPROBS)
     old_logprobs = columns.get(OLD_LOGPROBS, start_logprobs)
-    head = None
-    if outputs.top_logprobs is not None:
-        start = lax.stop_gradient(at_start(outputs.top_logprobs, START_TOP_LOGPROBS))
-        head = distribution.Head(
-            columns[TOP_IDS],
-            rollout_logprobs=columns[TOP_LOGPROBS],
-            train_logprobs=outputs.top_logprobs,
-            old_logprobs=columns.get(OLD_TOP_LOGPROBS, start),
-            start_logprobs=start,
-        )
 
     tokens = Tokens(
         train_logprobs=outputs.logprobs,
@@ -544,10 +468,7 @@ def _forward(
         start_logprobs=start_logprobs,
         rollout_logprobs=rows.rollout_logprobs,
         advantages=objective.token_advantages(
-            constants.advantages,
-            rows,
-            old_logprobs,
-            setup.teacher_weight,
+            constants.advantages, rows, old_logprobs, setup.token_rewards
         ),
         completion_mask=rows.completion_mask,
         completion_index=rows.completion_index,
@@ -556,4 +477,51 @@ def _forward(
         tolerance=constants.dual.tolerance,
     )
     signals = objective.signals_of(setup.settings, setup.remedies, tokens, constants.weights)
-    return outputs, signals, head
+
+    return objective.LossInputs(
+        settings=setup.settings,
+        remedies=setup.remedies,
+        tokens=signals.tokens._replace(train_logprobs=outputs.logprobs),
+        weights=objective.loss_weights(setup.settings, signals),
+        signals=signals,
+        head=_head(setup, constants, outputs, rows),
+        rows=rows,
+        outputs=outputs,
+        reference=lambda: setup.row_logprobs(constants.frozen, without_replay(rows)),
+    )
+
+
+def _head(
+    setup: StepSetup,
+    constants: _Constants,
+    outputs: RowOutputs,
+    rows: Rows,
+) -> distribution.Head | None:
+    """The engine's top-k tokens; None where the rows have none."""
+    now = outputs.top_logprobs
+    if now is None:
+        return None
+    start = lax.stop_gradient(_at_start(setup, constants, now, rows, START_TOP_LOGPROBS))
+    return distribution.Head(
+        rows.columns[TOP_IDS],
+        rollout_logprobs=rows.columns[TOP_LOGPROBS],
+        train_logprobs=now,
+        old_logprobs=rows.columns.get(OLD_TOP_LOGPROBS, start),
+        start_logprobs=start,
+    )
+
+
+def _at_start(
+    setup: StepSetup,
+    constants: _Constants,
+    now: Array,
+    rows: Rows,
+    name: str,
+) -> Array:
+    """Log-probs at the start of the step; no column `name` means that they are those of now."""
+    columns = rows.columns
+    if name not in columns:
+        return now
+    if setup.always_recompute:
+        return columns[name]
+    return jnp.where(constants.starts_step, now, columns[name])

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
+from dcmdp_jax.algorithm import stats
 from dcmdp_jax.algorithm.discrepancy import (
     completions_over_tolerance,
     displacement_statistics,
@@ -23,26 +24,11 @@ from dcmdp_jax.algorithm.masked import (
 )
 from dcmdp_jax.algorithm.stats import Mean, Statistic
 from dcmdp_jax.config.algorithm import AlgorithmSettings
-from dcmdp_jax.models.moe import Aux, load_balancing_loss, router_metrics
-from dcmdp_jax.training.objective import KL, ROUTER, SURROGATE, Metrics, Terms
+from dcmdp_jax.models.moe import Aux, router_metrics
+from dcmdp_jax.training.objective import LossInputs, Metrics
 from dcmdp_jax.training.optimizer import updates_made
 from dcmdp_jax.training.rescore import lags
 from dcmdp_jax.types import Array, Batch, Rows, TrainState
-
-
-def term_metrics(
-    settings: AlgorithmSettings,
-    terms: Terms,
-    surrogate: jax.Array,
-    kl: jax.Array,
-) -> dict[str, jax.Array]:
-    """The terms of an update: loss = surrogate + kl_coefficient kl + router_aux_loss router."""
-    metrics = {SURROGATE: surrogate / terms.divisor}
-    if settings.kl_coefficient:
-        metrics[KL] = Mean(kl, terms.kl_weight).value()
-    if terms.router is not None:
-        metrics[ROUTER] = load_balancing_loss(terms.router)
-    return metrics
 
 
 class TokenValues(NamedTuple):
@@ -61,6 +47,23 @@ class TokenValues(NamedTuple):
     discrepancy: Array
     start_logprobs: Array | None
     top_logprobs: Array | None = None
+
+
+def token_values(inputs: LossInputs, *, every_token: bool) -> TokenValues:
+    """The values of a micro-batch; log-probs of the top-k tokens if asked."""
+    tokens = inputs.signals.tokens
+    start_logprobs = None
+    if lags(inputs.rows):
+        start_logprobs = tokens.start_logprobs
+    top_logprobs = None
+    if inputs.head is not None and every_token:
+        top_logprobs = inputs.head.old_logprobs
+    return TokenValues(
+        old_logprobs=tokens.old_logprobs,
+        discrepancy=inputs.signals.discrepancy,
+        start_logprobs=start_logprobs,
+        top_logprobs=top_logprobs,
+    )
 
 
 class Updates(NamedTuple):
@@ -99,7 +102,7 @@ def step_metrics(
     batch: Batch,
     updates: Updates,
 ) -> Metrics:
-    """Metrics of the batch, the optimizer's counters, and the multiplier as this step used it.
+    """Metrics of the updates and the batch, the optimizer's counters, the multiplier as used.
 
     Args:
         settings: the statistics of groups.
@@ -108,7 +111,8 @@ def step_metrics(
         batch: the batch that was trained on.
         updates: results of the updates.
     """
-    metrics = batch_metrics(batch, updates.tokens, settings, state.dual.tolerance)
+    metrics = statistics_metrics(stats.merge_stacked(updates.statistics))
+    metrics |= batch_metrics(batch, updates.tokens, settings, state.dual.tolerance)
     metrics |= router_metrics(jax.tree.map(lambda x: jnp.sum(x, axis=0), updates.router))
 
     rate = schedule(jnp.maximum(updates_made(after.opt_state) - 1, 0))
@@ -119,6 +123,20 @@ def step_metrics(
         metrics["optimizer/loss_scale"] = state.loss_scale.scale
     if lags(batch.rows[0]):
         metrics |= gap_metrics(batch.rows, updates.tokens)
+    return metrics
+
+
+def statistics_metrics(totals: dict[str, Statistic]) -> Metrics:
+    """The values of a step's statistics; of two the squares become what they are measured for."""
+    metrics = stats.values(totals)
+    if "correction/weight_mean" in metrics:
+        mean = metrics["correction/weight_mean"]
+        square = metrics.pop("correction/weight_square_mean")
+        metrics["correction/effective_sample_size"] = jnp.where(square > 0, mean**2 / square, 0.0)
+    if "distribution/discrepancy_variance" in metrics:
+        tokens = totals["distribution/discrepancy_variance"].weight
+        variance = metrics.pop("distribution/discrepancy_variance")
+        metrics["distribution/sampling_noise"] = jnp.sqrt(variance / jnp.maximum(tokens, 1.0))
     return metrics
 
 

@@ -13,7 +13,7 @@ from dcmdp_jax.data import episode, packing
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_weights import load_params
-from dcmdp_jax.models.lora import Adapted, merged_and_measured, trained
+from dcmdp_jax.models.lora import Adapted, make_policy, merged_and_measured, trained
 from dcmdp_jax.models.params import declared_shapes, quantized_leaves
 from dcmdp_jax.models.quantize import arrival, watched_columns
 from dcmdp_jax.models.row_logprobs import make_row_logprobs, without_replay
@@ -153,8 +153,8 @@ def make_step_programs(
         mesh=mesh,
         always_recompute=exact,
         record_tokens=config.observe.rollouts_every_steps > 0,
-        lora=lora,
-        teacher_weight=config.teacher[1],
+        policy=make_policy(lora),
+        token_rewards=objective.distillation(*config.teacher),
     )
     batch = packing.abstract_batch(placement.packing, placement.columns)
     old_logprobs = None

@@ -13,13 +13,20 @@ import numpy as np
 
 from dcmdp_jax.algorithm.advantages import group_advantages
 from dcmdp_jax.algorithm.distribution import Head
-from dcmdp_jax.algorithm.losses import aggregation_weights, policy_loss
+from dcmdp_jax.algorithm.losses import aggregation_weights
 from dcmdp_jax.algorithm.masked import gather_to_tokens
 from dcmdp_jax.algorithm.remedies import Tokens
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.evaluation.estimators import t_half_width
-from dcmdp_jax.training.objective import head_loss, loss_weights, penalized_rewards, signals_of
+from dcmdp_jax.training.objective import (
+    LossInputs,
+    loss_weights,
+    penalized_rewards,
+    signals_of,
+    sum_of_terms,
+    terms_of,
+)
 from dcmdp_jax.types import Array, DualState, Params, Rows
 
 
@@ -235,11 +242,16 @@ def token_slopes(
         now = head and head._replace(train_logprobs=every[..., 1:])
         moving = signals.tokens._replace(train_logprobs=every[..., 0] if now else every)
         weights = loss_weights(settings, signals)
-        summed = policy_loss(moving, weights, loss=remedies.loss, ratio_level=settings.ratio_level)[
-            0
-        ].total
-        if settings.differentiates_head:
-            summed += head_loss(settings, remedies, moving, weights, signals.centered_weights, now)
+        inputs = LossInputs(
+            settings=settings,
+            remedies=remedies,
+            tokens=moving,
+            weights=weights,
+            signals=signals,
+            head=now,
+            rows=rows,
+        )
+        summed, _, _ = sum_of_terms(terms_of(settings), inputs, None)
         _, total = normalize(dropped_tokens=signals.dropped_tokens)
         return summed / jnp.where(total > 0, total, 1.0)
 

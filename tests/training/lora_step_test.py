@@ -14,7 +14,7 @@ import pytest
 
 from dcmdp_jax.models.config import Lora
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.lora import adapter_declarations, merged
+from dcmdp_jax.models.lora import adapter_declarations, make_policy, merged
 from dcmdp_jax.models.params import declared_tree, logical_axes, quantized_leaves
 from dcmdp_jax.models.quantize import quantize_tree
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
@@ -86,7 +86,7 @@ def _run(
         optimizer=optimizer,
         schedule=schedule,
         mesh=mesh,
-        lora=lora,
+        policy=make_policy(lora),
     )
     state = jax.jit(fresh, out_shardings=shardings)(jax.tree.map(jnp.copy, params))
     batch = packed_batch(cut or make_rollout(), mini_batches, mesh, tokens=64)

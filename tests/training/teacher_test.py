@@ -22,7 +22,7 @@ from dcmdp_jax.rewards.scoring import BatchScoring, RewardScorer, reward_metrics
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training import rollout_sampler
 from dcmdp_jax.training.exit import CollectiveExit, StopSignal
-from dcmdp_jax.training.objective import token_advantages
+from dcmdp_jax.training.objective import distillation, token_advantages
 from dcmdp_jax.training.phase_timer import PhaseTimer
 from dcmdp_jax.training.rollout_sampler import StepRollouts
 from dcmdp_jax.training.step_programs import make_teacher
@@ -70,7 +70,9 @@ def test_the_mean_over_the_policys_tokens_is_the_gradient_of_the_reverse_kl():
         place = np.arange(7)[:, None]
         mask = np.ones((7, 1), bool)
         rows = Rows(*[place] * 3, mask, place, {"teacher_logprobs": teacher[:, None]})
-        rewards = token_advantages(jnp.full(7, 2.0), rows, old[:, None], weight)[:, 0]
+        rewards = token_advantages(jnp.full(7, 2.0), rows, old[:, None], distillation("a", weight))[
+            :, 0
+        ]
         return jnp.sum(jnp.exp(old) * rewards * jax.nn.log_softmax(logits))
 
     def divergence(logits):
@@ -86,7 +88,9 @@ def test_the_mean_over_the_policys_tokens_is_the_gradient_of_the_reverse_kl():
 def test_without_a_teacher_a_token_has_its_completions_advantage():
     index = np.array([[0, 0, 1]])
     rows = Rows(index, index, index, index >= 0, index, {})
-    found = token_advantages(np.array([1.5, -2.0]), rows, np.full((1, 3), -9.0), 1.0)
+    found = token_advantages(
+        np.array([1.5, -2.0]), rows, np.full((1, 3), -9.0), distillation("", 0.0)
+    )
     np.testing.assert_array_equal(found, [[1.5, 1.5, -2.0]])
 
 
