@@ -28,6 +28,7 @@ _COUNTED = (tokenize.NAME, tokenize.OP, tokenize.NUMBER, tokenize.STRING)
 LINES_A_MINUTE = 25
 """Lines of this code, docstrings included, that a newcomer reads in a minute."""
 _PLACE = re.compile(r"^(    )([\w/]+\.py):(\d+) +([\w.]+) +", re.MULTILINE)
+_QUOTE = re.compile(r"^ {8}([\w/]+\.py):(\d+) +([\w.]+): +(\S.*)$", re.MULTILINE)
 _HEART = re.compile(r"^\| `(\w+)` \| (all|`\w+\.py`(?:, `\w+\.py`)*) \| [\d,]+ \|$", re.MULTILINE)
 _HEART_TOTAL = re.compile(r"^\| in all \| \| ([\d,]+) \|$", re.MULTILINE)
 _WIDTH = 900
@@ -242,6 +243,21 @@ def _definition(file: str, name: str) -> ast.stmt:
     return node
 
 
+def quotes(page: str) -> list[tuple[str, int, str, str]]:
+    """File, line, name of the definition and code of each line of code that the page quotes."""
+    found = _QUOTE.findall(page)
+    return [(file, int(line), name, code) for file, line, name, code in found]
+
+
+def line_of_code(file: str, name: str, code: str) -> int:
+    """The line of a definition that holds `code`."""
+    node = _definition(file, name)
+    lines = (_PACKAGE / file).read_text(encoding="utf-8").splitlines()
+    numbers = range(node.lineno, node.end_lineno + 1)
+    [line] = [number for number in numbers if code in lines[number - 1]]
+    return line
+
+
 def _assigned(node: ast.AST) -> str | None:
     targets = [node.target] if isinstance(node, ast.AnnAssign) else getattr(node, "targets", [])
     return targets[0].id if targets and isinstance(targets[0], ast.Name) else None
@@ -254,6 +270,11 @@ def with_lines(page: str) -> str:
         indent, file, _, name = match.groups()
         return f"{indent}{f'{file}:{line_of(file, name)}':<32}{name:<34}"
 
+    def quote(match: re.Match[str]) -> str:
+        file, _, name, code = match.groups()
+        line = f"{file}:{line_of_code(file, name, code)}"
+        return f"{'':8}{line:<40}{name}: {code}"
+
     def walk(match: re.Match[str]) -> str:
         count, lines = walk_of(match[5])
         return (
@@ -261,7 +282,7 @@ def with_lines(page: str) -> str:
             f"minutes){match[5]}"
         )
 
-    return _WALK.sub(walk, _PLACE.sub(place, page))
+    return _WALK.sub(walk, _QUOTE.sub(quote, _PLACE.sub(place, page)))
 
 
 if __name__ == "__main__":

@@ -94,9 +94,20 @@ def test_walks_name_what_is_defined_there():
     assert {"clipped_surrogate", "row_signals", "PENALTIES"} <= {name for _, name, _ in found}
 
 
+def test_the_lines_of_algorithm_1_stand_where_the_page_says():
+    quotes = rooms.quotes(_PAGE)
+    assert len(quotes) > 20
+    for file, line, name, code in quotes:
+        now = rooms.line_of_code(file, name, code)
+        assert abs(now - line) <= 30, f"{file}: {name} has it in line {now}: python -m docs.rooms"
+    assert {"token_discrepancy", "group_advantages", "penalized_advantages", "dual_update"} <= {
+        name for _, _, name, _ in quotes
+    }
+
+
 def test_walks_say_how_much_there_is_to_read():
     found = rooms.walks(_PAGE)
-    assert [question.split()[0] for question, *_ in found] == ["Where", "What", "How", "How", "Why"]
+    assert [question.split()[0] for question, *_ in found] == "Where What How How How Why".split()
     for question, (places, lines), text in found:
         now = rooms.walk_of(text)
         assert now[0] == places and abs(now[1] - lines) <= 30 + lines / 5, (
