@@ -393,8 +393,7 @@ class Batches:
         self.compiled()
         programs = self.programs
         params = programs.setup.policy(params, self.frozen)
-        if programs.teacher is not None:
-            batch = programs.teacher(batch)
+        batch = programs.add_teacher(batch)
         if programs.rescore is not None:
             batch, metrics["mismatch/sampler"] = programs.rescore(params, batch)
         if self._lag:

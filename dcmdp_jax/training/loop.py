@@ -183,9 +183,8 @@ def train(
         programs = programs or make_step_programs(task.config, task.model, placement, task.lora)
         check = functools.partial(placement.engine.kind.check_start, services.engine)
         with open_session(run, programs, stop, show=show, check=check) as session:
-            if task.teacher:
-                teacher = make_teacher(task, placement)
-                session.programs = dataclasses.replace(programs, teacher=teacher)
+            add_teacher = make_teacher(task, placement)
+            session.programs = dataclasses.replace(programs, add_teacher=add_teacher)
             step_batches = Batches(
                 services=services,
                 placement=placement,

@@ -49,7 +49,7 @@ class StepPrograms:
             parameters) -> metrics; of adapters nothing is watched, `merged` measures them.
         merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see
             `lora`. `Adapted` for an engine that takes adapters.
-        teacher: result of `make_teacher`; None without a teacher in the trainer.
+        add_teacher: result of `make_teacher`.
     """
 
     create: Callable[[Params, DualState], TrainState]
@@ -62,7 +62,7 @@ class StepPrograms:
     merged: Callable[[Params, Params | None], tuple[Params, objective.Metrics]]
     watched: Callable[[Params], list[jax.Array]]
     arrival: Callable[[list[jax.Array], Params], objective.Metrics]
-    teacher: Callable[[Batch], Batch] | None = None
+    add_teacher: Callable[[Batch], Batch] = lambda batch: batch
 
     def compile_ahead(self, hosts: Hosts, frozen: Params | None) -> Callable[[], None]:
         """Compile the step and the passes before it, while the engine starts and samples.
@@ -186,7 +186,12 @@ def make_step_programs(
 
 
 def make_teacher(task: Task, placement: Placement) -> Callable[[Batch], Batch]:
-    """Load the reward `teacher:MODEL`'s model; return batch -> batch with its log-probs."""
+    """Load the model of the reward `teacher:MODEL`; return what adds its log-probs to a batch.
+
+    Without that reward a batch stays as it is.
+    """
+    if task.teacher is None:
+        return lambda batch: batch
     config = task.config
     mesh = placement.mesh
     dtype = config.teacher_dtype

@@ -120,7 +120,7 @@ def rows_of(monkeypatch):
         placement = run.placement
         programs = make_step_programs(task.config, task.model, placement)
         state = programs.create(run.weights.initial(), initial_dual(task.config.algorithm))
-        programs = dataclasses.replace(programs, teacher=make_teacher(task, placement))
+        programs = dataclasses.replace(programs, add_teacher=make_teacher(task, placement))
         with run.start() as services:
             leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
             batches = Batches(services, placement, task, programs, leave)
