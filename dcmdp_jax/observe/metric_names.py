@@ -210,7 +210,8 @@ policy/loss | advantage | the minimized loss, mean of the updates that were made
 optimizer/grad_norm | norm | global gradient norm before clipping
 optimizer/skipped_updates | updates | updates skipped: gradient, loss or advantage not finite
 @training/sft.py:_evaluate
-eval/{task}/loss | nats | dcmdp sft: mean negative log-likelihood of the targets of validation {task}
+eval/{task}/loss | nats | dcmdp sft: mean negative log-likelihood of the targets of validation
+    {task}
 @training/objective.py:SURROGATE
 policy/surrogate | advantage | its first term, recorded where the loss has others too
 policy/kl | nats | its divergence from the initial policy, before algorithm.kl_coefficient

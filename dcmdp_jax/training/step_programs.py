@@ -192,6 +192,7 @@ def make_teacher(task: Task, placement: Placement) -> Callable[[Batch], Batch]:
     """
     if task.teacher is None:
         return lambda batch: batch
+
     config = task.config
     mesh = placement.mesh
     dtype = config.teacher_dtype
@@ -203,6 +204,7 @@ def make_teacher(task: Task, placement: Placement) -> Callable[[Batch], Batch]:
         head_dtype=config.model.head_dtype,
         cut=config.rollout.cuts,
     )
+
     with activity("loading the teacher"):
         params = load_params(
             model_directory(config.teacher[0]),
