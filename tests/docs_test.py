@@ -157,11 +157,10 @@ def test_the_probe_s_tables_have_every_format_and_every_alert():
 
 
 def test_notebooks_keep_their_outputs_without_paths_of_a_machine():
-    for name in ("is_my_engine_wrong", "remedies_as_functions"):
-        path = _ROOT / "docs" / "notebooks" / f"{name}.ipynb"
+    for path in (_ROOT / "docs" / "notebooks").glob("*.ipynb"):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         outputs = [cell["outputs"] for cell in cells if cell["cell_type"] == "code"]
-        assert sum(map(bool, outputs)) >= 3, f"python -m docs.stored_outputs {path.stem}"
+        assert sum(map(bool, outputs)) >= 2, f"python -m docs.stored_outputs {path.stem}"
         shown = json.dumps(outputs)
         assert re.findall(r"/(?:tmp|home|root|work|usr)/", shown) == [], path.name
         assert '"error"' not in shown, path.name
