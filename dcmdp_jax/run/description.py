@@ -46,7 +46,7 @@ def describe(run: Run, *, full: bool = True) -> str:
         **described,
         "lag": _lag(run),
         "memory": "\n".join(placement.engine.memory.lines(full=full)),
-        "warning": _never_measured(config),
+        "warning": _without_ascent(config),
     }
     return labelled(lines)
 
@@ -129,13 +129,13 @@ def _method(settings: AlgorithmSettings) -> str:
     )
 
 
-def _never_measured(config: Config) -> str:
+def _without_ascent(config: Config) -> str:
     settings = config.algorithm
     if config.supervised or settings.measured_steps < config.training.steps:
         return ""
     return (
         f"algorithm.tolerance_steps={settings.tolerance_steps} is not below "
-        f"training.steps={config.training.steps}: c is never measured, lambda stays at lambda_0"
+        f"training.steps={config.training.steps}: lambda stays at lambda_0 throughout"
     )
 
 
