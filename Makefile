@@ -67,7 +67,8 @@ test-pages: environment
 test-research: environment
 	$(PYTEST) -m 'not long' research/tests
 
-# The pure functions, the config, the imports, the step, and the loop at toy size: under two minutes on two idle cores.
+# The pure functions, the config, the imports, the step, and the loop at toy size: on two idle cores about five minutes, and
+# under two once ~/.cache/dcmdp_jax/programs has the compiled programs.
 test-quick: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(QUICK)
 

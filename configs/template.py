@@ -6,9 +6,9 @@
     dcmdp train --config=mine.py:grpo        # the baseline
 
 As it stands: Qwen2.5-0.5B-Instruct on GSM8K, whose steps end with "#### 72", from the Hub (extra
-`hub`). It is sized for one GPU of 24 GB or more, or one TPU host: compiled for eight chips of a v5e
-(`dcmdp plan --config=template --topology=v5e:2x4`) it takes 2.2 of 15.75 GiB a chip. This project
-has not run it at full size; `:debug` runs the same code at toy size on a CPU.
+`hub`). By the arithmetic of docs/start.md, without activations, it fits one GPU of 24 GB; compiled
+for eight chips of a v5e (`dcmdp plan --config=template --topology=v5e:2x4`) it takes 2.2 of 15.75
+GiB a chip. Not run at full size; `:debug` runs the same code at toy size on a CPU.
 """
 
 from ml_collections import ConfigDict

@@ -8,7 +8,7 @@ On a terminal the painter owns the last lines: a scroll region keeps whatever el
 print, a logger, C code or a child process, above them, where it stays. They show the innermost
 activity of the main thread once it has taken more than three seconds, with time left where the
 total is known, and above it what `stays`, as the progress of a run. In a log an activity is a line
-when it is done, and one every ten seconds while it runs, with date and time. DCMDP_ACTIVITY=off in
+when it is done, and lines while it runs, in intervals that double, with date and time. DCMDP_ACTIVITY=off in
 the environment shows none.
 
 Why no library: rich (15.0) and tqdm (4.70) move the cursor up and write over the lines of others.
@@ -29,7 +29,7 @@ COMPILING = "compiling "
 """Begins the name of a thread that compiles ahead; a process that ends need not wait for it."""
 _SHOWN_AFTER_S = 3.0
 _SIGN_EVERY_S = 10.0
-"""Time between two lines of an activity in a log."""
+"""Least time between two lines of activities in a log."""
 _REDRAW_S = 0.5
 _LEAST_LINES = 10
 _LEAST_COLUMNS = 20
@@ -55,6 +55,7 @@ class Activity:
         done: how many of them are done; whoever works on it counts.
         began: start, a value of `time.monotonic`.
         stays: it is shown while another one is within it, and has its own lines in a log.
+        next_line: earliest time of its next line in a log.
     """
 
     gerund: str
@@ -63,6 +64,7 @@ class Activity:
     done: int = 0
     began: float = dataclasses.field(default_factory=time.monotonic)
     stays: bool = False
+    next_line: float = 0.0
 
     def text(self, now: float) -> str:
         """`sampling: 12 of 64 completions, 8 s, 35 s left`."""
@@ -132,12 +134,16 @@ class _Painter:
                 for activity in staying + innermost:
                     lines += activity.lines(size.columns - 1, now)
                 self._paint(lines, size)
-            elif innermost and now >= max(innermost[0].began + _SHOWN_AFTER_S, self._next_line):
-                text = innermost[0].text(now)
+            elif innermost:
+                [doing] = innermost
+                if now < max(doing.began + _SHOWN_AFTER_S, doing.next_line, self._next_line):
+                    return
+                text = doing.text(now)
                 if not text.endswith(" left"):
                     text += " so far"
                 say(text + _compiling())
                 self._next_line = now + _SIGN_EVERY_S
+                doing.next_line = now + (now - doing.began)
 
     def ended(self, activity: Activity, now: float) -> None:
         """Take an activity that was shown off the terminal; in a log say how long it took."""

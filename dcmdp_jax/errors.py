@@ -61,8 +61,13 @@ class TrainingStopped(RuntimeError):
 
 
 def one_line(text: object, limit: int | None = None) -> str:
-    """A text, or an error's message, on one line, cut to `limit` characters."""
-    return " ".join(str(text).split())[:limit]
+    """A text, or an error's message, on one line, cut between words to `limit` characters."""
+    line = " ".join(str(text).split())
+    if limit is None or len(line) <= limit:
+        return line
+    # A single long word is cut within.
+    words, _, _ = line[: limit + 1].rpartition(" ")
+    return f"{words or line[:limit]}..."
 
 
 def shorten(value: object) -> str:

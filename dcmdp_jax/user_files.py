@@ -4,6 +4,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,18 @@ def is_place(text: str) -> bool:
     """Whether a text has the form `module:NAME` or `file.py:NAME`."""
     source, _, name = text.rpartition(":")
     return bool(source) and name.isidentifier()
+
+
+def is_missing(text: str) -> bool:
+    """Whether a `path.py:NAME` has no file, or one without the word NAME; nothing is run."""
+    source, _, name = text.rpartition(":")
+    if not source.endswith(".py"):
+        return False
+    try:
+        words = re.findall(rf"\b{name}\b|import \*", Path(source).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        return True
+    return not words
 
 
 def load_object(text: str, kind: str = "object") -> Any:

@@ -31,13 +31,14 @@ def shown(capsys):
     return show
 
 
-def test_a_log_has_one_line_when_it_is_done_and_a_sign_of_life_every_ten_seconds(shown):
+def test_a_log_has_one_line_when_it_is_done_and_signs_of_life_ever_more_rarely(shown):
     assert shown(101.0, 102.9, ended=102.9) == []
     assert shown(102.0, 103.5, ended=104.2) == ["sampling: 4 s so far", "sampling: 4 s"]
-    times = [100.0 + 0.5 * tick for tick in range(60)]  # to 129.5
-    assert shown(*times, ended=130.0) == [
-        *(f"sampling: {s} s so far" for s in (3, 13, 23)),
-        "sampling: 30 s",
+    times = [100.0 + 0.5 * tick for tick in range(200)]  # to 199.5
+    # At least ten seconds, then as long again as it has run: not ten lines.
+    assert shown(*times, ended=200.0) == [
+        *(f"sampling: {s} s so far" for s in (3, 13, 26, 52)),
+        "sampling: 100 s",
     ]
 
 

@@ -9,10 +9,13 @@ from pathlib import Path
 import pytest
 
 from configs import base
+from dcmdp_jax.commands import parsers
 from dcmdp_jax.commands.flags import parse
 from dcmdp_jax.commands.main import COMMANDS
 from dcmdp_jax.config.checks import BUILT_IN_REWARDS
+from dcmdp_jax.observe.alarms import ALARMS
 from dcmdp_jax.observe.metric_names import METRICS
+from dcmdp_jax.probe.columns.formats import FORMATS
 from docs.stored_outputs import shown_text
 
 _ROOT = Path(__file__).resolve().parents[1]
@@ -136,17 +139,28 @@ def test_a_notebook_installs_the_checkout_around_it_and_says_what_to_do_without_
     exec(code, {})
     said = capsys.readouterr().out
     assert (
-        said == "no checkout around this notebook: upload it whole, or run %pip install "
-        "PATH_OF_A_CHECKOUT\n"
+        said == "In Colab: upload a zip of the checkout, then run `!unzip -q dcmdp_jax.zip` and "
+        "`%cd dcmdp_jax/docs/notebooks`, and this cell again\n"
     )
 
 
+def test_the_probe_s_tables_have_every_format_and_every_alert():
+    page = _TEXTS[_ROOT / "docs" / "probe.md"]
+    rows = {}
+    for heading in ("| `--format` ", "| alert |"):
+        table = page[page.index(heading) :].partition("\n\n")[0].splitlines()
+        first_cells = [row.split("|")[1] for row in table[2:]]
+        rows[heading] = re.findall(r"`([\w-]+)`", " ".join(first_cells))
+    formats, alerts = rows.values()
+    assert sorted(formats) == sorted(FORMATS.keys() - {"recorder"} | set(parsers._RECORDED_BY))
+    assert sorted(alerts) == sorted(ALARMS)
+
+
 def test_notebooks_keep_their_outputs_without_paths_of_a_machine():
-    for name in ("is_my_engine_wrong", "remedies_as_functions"):
-        path = _ROOT / "docs" / "notebooks" / f"{name}.ipynb"
+    for path in (_ROOT / "docs" / "notebooks").glob("*.ipynb"):
         cells = json.loads(path.read_text(encoding="utf-8"))["cells"]
         outputs = [cell["outputs"] for cell in cells if cell["cell_type"] == "code"]
-        assert sum(map(bool, outputs)) >= 3, f"python -m docs.stored_outputs {path.stem}"
+        assert sum(map(bool, outputs)) >= 2, f"python -m docs.stored_outputs {path.stem}"
         shown = json.dumps(outputs)
         assert re.findall(r"/(?:tmp|home|root|work|usr)/", shown) == [], path.name
         assert '"error"' not in shown, path.name

@@ -2,7 +2,7 @@
 
 import sys
 
-from dcmdp_jax.user_files import load_object
+from dcmdp_jax.user_files import is_missing, load_object
 
 
 def test_a_file_is_run_once_and_again_when_it_changed(tmp_path):
@@ -12,6 +12,16 @@ def test_a_file_is_run_once_and_again_when_it_changed(tmp_path):
     assert load_object(f"{file}:f") is first and first() == 1
     file.write_text("def f(): return 22\n")
     assert load_object(f"{file}:f")() == 22
+
+
+def test_a_file_without_the_word_has_nothing_of_that_name(tmp_path):
+    file = tmp_path / "mine.py"
+    assert is_missing(f"{file}:score")
+    file.write_text("def scores(): pass\n")
+    assert is_missing(f"{file}:score") and not is_missing(f"{file}:scores")
+    # It may be among them.
+    file.write_text("from others import *\n")
+    assert not is_missing(f"{file}:score") and not is_missing("module:score")
 
 
 def test_a_file_named_as_a_module_does_not_replace_it(tmp_path):

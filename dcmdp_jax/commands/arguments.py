@@ -54,6 +54,8 @@ class Parser(argparse.ArgumentParser):
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
             hint = nearest(unknown[0].partition("=")[0], self.flags(), "see --help")
+            if getattr(parsed, "config", "") is None and not unknown[0].startswith("-"):
+                hint = f"did you mean --config={unknown[0]}?"
             self.error(f"{unknown[0]}: no such argument; {hint}")
         return parsed
 

@@ -19,7 +19,8 @@ _MESSAGE_IS_ENOUGH = UserError, EngineError, MemoryError, TrainingStopped
 _EXPECTED = 2
 _UNEXPECTED = 1
 _INTERRUPTED = 130
-_DEBUG = "--debug"
+DEBUG = "--debug"
+"""Shows the traceback of a failure; removed from the arguments of every command."""
 _DISK_FULL = "No space left on device"  # in an OSError, and at the end of Orbax's long message
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED", "CUDA_ERROR_OUT_OF_MEMORY"  # in XLA's errors
 ERROR_LOG = "error.log"
@@ -56,7 +57,7 @@ def run_main(
     command_started()
     program, *words = sys.argv if argv is None else argv
     end = words.index("--") if "--" in words else len(words)
-    options = [word for word in words[:end] if word != _DEBUG]
+    options = [word for word in words[:end] if word != DEBUG]
     debug = len(options) < end
     arguments = [program, *options, *words[end:]]
 

@@ -9,7 +9,7 @@ import dcmdp_jax
 from dcmdp_jax.activity import command_starts
 from dcmdp_jax.commands import parsers
 from dcmdp_jax.commands.arguments import nearest
-from dcmdp_jax.commands.failures import run_main
+from dcmdp_jax.commands.failures import DEBUG, run_main
 from dcmdp_jax.engines.process_memory import hide_torch, keep_freed_memory
 from dcmdp_jax.errors import UserError
 
@@ -38,6 +38,8 @@ def console(name: str = "") -> NoReturn:
     """
     if not name:
         name, *words = sys.argv[1:] or [""]
+        if name == "help" and words and words[0] in COMMANDS:
+            name, words = words[0], ["--help"]
         if name not in COMMANDS:
             run_main(_without_command)
         sys.argv = [f"dcmdp {name}", *words]
@@ -55,9 +57,15 @@ def console(name: str = "") -> NoReturn:
 
 
 def _command(name: str) -> Callable:
-    """Import a command. Where its imports are missing, return what says so in one line."""
+    """Import a command.
+
+    Where its arguments are wrong or its imports are missing, return what says so in one line.
+    """
     try:
+        _check_arguments(name)
         return importlib.import_module(f"dcmdp_jax.commands.{name}").main
+    except UserError as error:
+        message = str(error)
     except ModuleNotFoundError as error:
         message = (
             f"dcmdp {name}: the module {error.name} is not installed. Run it in an environment of "
@@ -69,6 +77,19 @@ def _command(name: str) -> Callable:
         raise UserError(message)
 
     return refuse
+
+
+def _check_arguments(name: str) -> None:
+    """Refuse wrong arguments before the command's imports, which take seconds."""
+    # The probe imports JAX to read the name of an engine.
+    if name == "probe":
+        return
+    parser = getattr(parsers, name)()
+    words = [word for word in sys.argv[1:] if word != DEBUG]
+    _, unknown = parser.parse_known_args(words)
+    # Settings are known to the command alone.
+    if not any(word.startswith("-") for word in unknown):
+        parser.parse_args(words)
 
 
 def _without_command(argv: list[str]) -> None:

@@ -374,7 +374,8 @@ def convert() -> Parser:
         description="Check and write Hugging Face model directories.",
         example="dcmdp convert export runs/demo exported",
     )
-    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    names = "{hf-check,from-gguf,export}"
+    commands = parser.add_subparsers(dest="command", required=True, metavar=names)
 
     check = commands.add_parser(
         "hf-check",
@@ -432,6 +433,7 @@ def settings() -> Parser:
         "word",
         nargs="?",
         default="",
+        metavar="WORD",
         help="list only settings whose name contains it, such as rollout or lr",
     )
     parser.add_argument(

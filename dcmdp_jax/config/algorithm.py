@@ -153,7 +153,7 @@ class AlgorithmSettings:
     measure: str = setting("diff", choices=get_args(discrepancy.Measure))
     sided: str = setting("two", choices=get_args(discrepancy.Sided))
     level: str = setting("token", choices=get_args(discrepancy.PenaltyLevel))
-    multiplier: float = setting(0.1, unit="advantage per discrepancy")
+    multiplier: float = setting(0.1, unit="advantage per discrepancy", minimum=0)
     budget: str = setting("mean", choices=("mean", *dual.QUANTILES))
     tolerance: float = setting(0.0037, unit="of the measure", minimum=0)
     tolerance_steps: int = setting(0, unit="steps", minimum=0, maximum=10_000)

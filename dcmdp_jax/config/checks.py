@@ -389,10 +389,11 @@ def _step_rules(config: Config) -> Broken:
             "training.prompts_per_mini_batch",
             f"must divide training.prompts_per_step={training.prompts_per_step}",
         )
-    if not 0 <= algorithm.multiplier <= algorithm.multiplier_max:
+    if algorithm.multiplier > algorithm.multiplier_max:
         yield (
+            "algorithm.multiplier_max",
+            f"is below algorithm.multiplier={algorithm.multiplier}: raise it, or lower "
             "algorithm.multiplier",
-            f"must lie in [0, algorithm.multiplier_max={algorithm.multiplier_max}]",
         )
     yield from _row_rules(config)
     sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert

@@ -132,11 +132,13 @@ class Scores:
     """Scores of one evaluation for a table over runs.
 
     Attributes:
+        file: where they were read, for errors.
         method: label of the row.
         averages: task name -> avg@K.
         samples: task name -> K.
     """
 
+    file: Path
     method: str
     averages: dict[str, float]
     samples: dict[str, int]
@@ -153,6 +155,7 @@ def read_scores(path: Path) -> Scores:
     try:
         tasks = dict(record["tasks"])
         return Scores(
+            file=path,
             method=str(record["method"]),
             averages={name: float(task["average"]) for name, task in tasks.items()},
             samples={name: int(task["samples"]) for name, task in tasks.items()},
@@ -177,8 +180,9 @@ def format_comparison(runs: Sequence[Scores]) -> str:
     for run in runs[1:]:
         if run.samples != first.samples:
             raise UserError(
-                f"{first.method} and {run.method}: one table needs the same tasks and K of each, "
-                f"got {first.samples} and {run.samples}"
+                f"{first.file} and {run.file}: one table needs the same tasks and K of each, got "
+                f"{first.samples} and {run.samples}; evaluate again with the same evaluation.task "
+                "and evaluation.samples"
             )
 
     tasks = sorted(first.averages, key=_position)

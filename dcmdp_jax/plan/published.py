@@ -10,6 +10,7 @@ from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.errors import UserError, suggestion
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.gguf_convert import MODELS, PACKAGE
 from dcmdp_jax.models.hf_config import from_hf, read_model_config
 from dcmdp_jax.run.task import fresh_model
 
@@ -165,8 +166,16 @@ def model_of(config: Config) -> ModelConfig:
         return fresh_model(
             config.model.architecture, build_tokenizer(), longest=config.max_total_tokens
         )
-    if Path(path).is_dir():
-        return read_model_config(path)
+    directory = Path(path)
+    if path.startswith(PACKAGE):
+        directory = MODELS / path.removeprefix(PACKAGE)
+        if not directory.is_dir():
+            raise UserError(
+                f"config.model.path: got {path}, and no directory {directory}; plan needs its "
+                "directory; `dcmdp train --dry-run` converts it"
+            )
+    if directory.is_dir():
+        return read_model_config(directory)
     name = Path(path.partition("@")[0]).name
     # An instruction-tuned model has the shape of its base, where it is not listed.
     fields = PUBLISHED.get(name, PUBLISHED.get(name.removesuffix("-Instruct")))

@@ -529,4 +529,6 @@ def check_record(meta: Mapping[str, Any], step: int) -> None:
 
 def first_line(error: Exception) -> str:
     """The first line of an error of the storage layer, cut."""
-    return (str(error).strip() or type(error).__name__).splitlines()[0][:200]
+    # Orbax goes on with the `repr` of a method.
+    text, _, _ = str(error).partition(" See full TensorStore details")
+    return (text.strip() or type(error).__name__).splitlines()[0][:200]

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.config.algorithm import AlgorithmSettings
+from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.lengths import expected_step, typical_lengths
 from dcmdp_jax.data.mixtures import cycle, parse_mixture
 from dcmdp_jax.data.row_layout import RowShapes
@@ -45,6 +46,7 @@ def describe(run: Run, *, full: bool = True) -> str:
         **described,
         "lag": _lag(run),
         "memory": "\n".join(placement.engine.memory.lines(full=full)),
+        "warning": _without_ascent(config),
     }
     return labelled(lines)
 
@@ -124,6 +126,16 @@ def _method(settings: AlgorithmSettings) -> str:
     return (
         f"{settings.method}, c = {settings.tolerance:g}{measured}, lambda_0 = "
         f"{settings.multiplier:g}, eta = {settings.dual_learning_rate:g}{cap}"
+    )
+
+
+def _without_ascent(config: Config) -> str:
+    settings = config.algorithm
+    if config.supervised or settings.measured_steps < config.training.steps:
+        return ""
+    return (
+        f"algorithm.tolerance_steps={settings.tolerance_steps} is not below "
+        f"training.steps={config.training.steps}: lambda stays at lambda_0 throughout"
     )
 
 

@@ -50,7 +50,7 @@ _WEIGHT_SYNC = frozenset({"weight_sync"})
 _SAMPLE = frozenset({"sample"})
 _STEP = frozenset({"step"})
 _Maker = Callable[..., MemoryPart]
-_NOT_COUNTED = "not counted: temporary memory of the training step (activations, logits), programs"
+_NOT_COUNTED = "not counted: programs, temporary memory of the training step (`dcmdp plan`)"
 CUDNN_WORKSPACE = "cuDNN's workspace"
 """A part that a compiler without a GPU can't see: 8 bytes of each query's element for each segment
 that a row may have, by what cuDNN 9.19 took on an H200 for 7 segments a row and for 16.

@@ -30,6 +30,7 @@ from dcmdp_jax.models.config import RECURRENT_SIZES, Lora, ModelConfig
 from dcmdp_jax.models.lora import Adapter, read_adapter, trained
 from dcmdp_jax.rewards.protocol import MATH, NEED_ANSWERS, Problem, Reward, RewardError
 from dcmdp_jax.rewards.scoring import check_rewards, column_names
+from dcmdp_jax.user_files import is_missing
 
 _LOG = logging.getLogger(__name__)
 
@@ -124,6 +125,9 @@ def read_task(config: Config, started: datetime) -> Task:
         OSError: for directories and files that can't be read.
     """
     settings = config.model
+    if not config.supervised:
+        missing = [reward for reward in _judged(config) if is_missing(reward.function)]
+        _import_rewards(config, missing)
     files = "tokenizer and data"
     if settings.path:
         files = f"model files, {files}"
@@ -408,17 +412,25 @@ def checked_rewards(
     config: Config, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[tuple[Reward, ...], tuple[str, ...]]:
     """The rewards, and the columns that functions get; calls them, and starts the environment."""
-    settings = config.rewards
-    rewards = tuple(Reward(name, weight) for name, weight in settings.judged)
+    rewards = _judged(config)
     columns = tuple(column_names(problems)) if needs_columns(config) else ()
-    try:
-        with activity("importing the reward functions"):
-            check_rewards(rewards, columns, memory_gib=settings.memory_limit)
-    except RewardError as error:
-        raise UserError(f"config.rewards.functions: {in_settings(str(error), REWARDS)}") from error
+    _import_rewards(config, rewards, columns)
     if config.task.environment and not config.task.tools:
         _check_environment(config, tokenizer, columns)
     return rewards, columns
+
+
+def _judged(config: Config) -> tuple[Reward, ...]:
+    return tuple(Reward(name, weight) for name, weight in config.rewards.judged)
+
+
+def _import_rewards(config: Config, rewards: Sequence[Reward], columns: Sequence[str] = ()) -> None:
+    """Import reward functions, and end their processes; see `check_rewards`."""
+    try:
+        with activity("importing the reward functions"):
+            check_rewards(rewards, columns, memory_gib=config.rewards.memory_limit)
+    except RewardError as error:
+        raise UserError(f"config.rewards.functions: {in_settings(str(error), REWARDS)}") from error
 
 
 def read_tools(config: Config, tokenizer: PreTrainedTokenizerBase) -> list[dict[str, Any]]:

@@ -14,6 +14,7 @@ import sys
 import tomllib
 import zipfile
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -320,12 +321,17 @@ def test_train_takes_a_config_dict_and_refuses_what_is_none(tmp_path):
         dcmdp_jax.train({"rollout": {"group_size": 1}, "run_dir": str(tmp_path / "run")})
 
 
+def _example(name):
+    """The words of the example in a command's help."""
+    return getattr(parsers, name)().format_help().splitlines()[-1].split()
+
+
 @pytest.mark.parametrize("name", main_module.COMMANDS)
 def test_a_command_without_its_dependencies_says_so_in_one_line(name):
     """As in a trainer's environment, where the package was installed without dependencies."""
     program = (
         "import sys; sys.modules['ml_collections'] = sys.modules['jax'] = None; "
-        f"sys.argv = ['dcmdp', '{name}', 'x']; "
+        f"sys.argv = {_example(name)}; "
         "from dcmdp_jax.commands.main import console; console()"
     )
     done = subprocess.run(
@@ -338,6 +344,32 @@ def test_a_command_without_its_dependencies_says_so_in_one_line(name):
         "environment needs only the recorder and the hooks",
         done.stderr.splitlines()[-1],
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("train", "demo"), "demo: no such argument; did you mean --config=demo?"),
+        (("convert",), "the following arguments are required: {hf-check,from-gguf,export}"),
+        (("report", "--debug"), "the following arguments are required: RUNDIR"),
+        (("evaluate", "--top-p", "2"), "argument --top-p: got 2, must be in (0, 1]"),
+    ],
+)
+def test_wrong_arguments_are_refused_before_the_command_is_imported(words, line, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"dcmdp {words[0]}", *words[1:]])
+    monkeypatch.setattr(main_module.importlib, "import_module", None)
+    with pytest.raises(UserError) as refused:
+        main_module._command(words[0])([])
+    assert str(refused.value) == line
+
+
+def test_settings_are_left_to_the_command(monkeypatch):
+    imported = []
+    monkeypatch.setattr(main_module.importlib, "import_module", lambda name: mock.Mock(main=name))
+    for words in (["--config=demo", "--config.training.steps", "3"], ["--lr=1"]):
+        monkeypatch.setattr(sys, "argv", ["dcmdp train", *words])
+        imported.append(main_module._command("train"))
+    assert imported == ["dcmdp_jax.commands.train"] * 2
 
 
 @pytest.mark.parametrize("name", main_module.COMMANDS)
@@ -367,7 +399,11 @@ def test_the_help_ends_with_an_example_that_the_command_takes(name, monkeypatch)
 
 
 @pytest.mark.parametrize("word", ["help", "--help", "-h"])
-def test_help_is_a_command_too(word, capsys):
+def test_help_is_a_command_too(word, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["dcmdp", "help", "plan"])
+    with pytest.raises(SystemExit) as left:
+        main_module.console()
+    assert left.value.code == 0 and capsys.readouterr().out.startswith("usage: dcmdp plan ")
     main_module._without_command(["dcmdp", word])
     shown = capsys.readouterr().out
     assert [name for name in main_module.COMMANDS if f"\n  {name} " not in shown] == []

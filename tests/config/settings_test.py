@@ -393,33 +393,36 @@ def test_every_setting_with_an_address_refuses_a_port_that_does_not_exist(port):
         (
             {},
             {"multiplier_max": 0.05},
-            "multiplier_max: got 0.05; algorithm.multiplier=0.1: must lie in [0, algorithm.",
+            "multiplier_max: got 0.05, is below algorithm.multiplier=0.1: raise it, or lower "
+            "algorithm.multiplier",
         ),
         (
             {},
             {"multiplier": 1.5},
-            "multiplier: got 1.5, must lie in [0, algorithm.multiplier_max=1.0]",
+            "multiplier: got 1.5; algorithm.multiplier_max=1.0: is below algorithm.multiplier=1.5",
         ),
         (
             {"multiplier": 0.5},
             {"multiplier_max": 0.4},
-            "multiplier_max: got 0.4; algorithm.multiplier=0.5: must lie in",
+            "multiplier_max: got 0.4, is below algorithm.multiplier=0.5: raise it, or lower",
         ),
         (
             {"multiplier_max": 0.4},
             {"multiplier": 0.5},
-            "multiplier: got 0.5, must lie in [0, algorithm.multiplier_max=0.4]",
+            "multiplier: got 0.5; algorithm.multiplier_max=0.4: is below algorithm.multiplier=0.5",
         ),
         (
             {"multiplier_max": 0.05},
             {},
-            "multiplier_max: got 0.05; algorithm.multiplier=0.1: must lie in [0, algorithm.",
+            "multiplier_max: got 0.05, is below algorithm.multiplier=0.1: raise it, or lower "
+            "algorithm.multiplier",
         ),
         (
             {},
             {"multiplier": 3, "multiplier_max": 2},
-            "multiplier: got 3.0, must lie in [0, algorithm.multiplier_max=2.0]",
+            "multiplier_max: got 2.0, is below algorithm.multiplier=3.0: raise it, or lower",
         ),
+        ({}, {"multiplier": -0.5}, "multiplier: got -0.5, must be at least 0"),
     ],
 )
 def test_of_two_settings_that_do_not_fit_the_one_that_was_changed_is_blamed(file, overrides, line):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -101,8 +102,8 @@ def test_a_sum_of_rewards_is_no_percentage():
     # Of 250 problems half have 2.5 each time: 2.5 * 0.5 / sqrt(249) = 0.0792.
     assert rows["standard error"][0] == "0.07922" and rows["pass@K"][0] == "50.0"
     runs = [
-        Scores(method="x", averages={"a": 1.25}, samples={"a": 4}),
-        Scores(method="y", averages={"a": 0.5}, samples={"a": 4}),
+        Scores(file=Path("x.json"), method="x", averages={"a": 1.25}, samples={"a": 4}),
+        Scores(file=Path("y.json"), method="y", averages={"a": 0.5}, samples={"a": 4}),
     ]
     assert [_cells(line)[1] for line in format_comparison(runs).splitlines()[2:4]] == [
         "1.25*",
@@ -209,6 +210,7 @@ def test_a_record_is_strict_json_with_every_problems_mean():
 def _run(method, *averages, samples=4):
     tasks = [*_PAPER][: len(averages)]
     return Scores(
+        file=Path(f"{method}.json"),
         method=method,
         averages=dict(zip(tasks, averages, strict=True)),
         samples=dict.fromkeys(tasks, samples),
@@ -232,7 +234,9 @@ def test_one_table_over_methods_and_runs():
 
 def test_runs_of_other_tasks_or_k_do_not_share_a_table():
     with pytest.raises(
-        UserError, match=r"a and b: one table needs .*, got {'aime24': 4} and {'aime24': 8}"
+        UserError,
+        match=r"^a.json and b.json: one table needs .*, got {'aime24': 4} and {'aime24': 8}; "
+        r"evaluate again with the same evaluation.task and evaluation.samples$",
     ):
         format_comparison([_run("a", 0.4), _run("b", 0.5, samples=8)])
 

@@ -3,6 +3,7 @@ it.
 """
 
 import importlib
+import json
 import logging
 import math
 
@@ -95,6 +96,17 @@ def test_a_model_that_nobody_knows():
         )
         + "; did you mean 'Qwen3-8B'?"
     )
+
+
+def test_a_package_s_model_is_planned_from_its_converted_directory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = _config("qwen3_8b", model__path="pip:some-model")
+    with pytest.raises(UserError, match="no directory models/some-model; .* --dry-run` converts"):
+        model_of(config)
+    (tmp_path / "models" / "some-model").mkdir(parents=True)
+    fields = json.dumps(PUBLISHED["Qwen3-0.6B"])
+    (tmp_path / "models" / "some-model" / "config.json").write_text(fields)
+    assert num_params(model_of(config)) == 596_049_920
 
 
 # Numbers of parameters in the published files.

@@ -313,7 +313,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
         if record.name == "dcmdp_jax.run.checkpoint"
     ]
     assert len(said) == 1 and "\n" not in said[0]
-    assert said[0].startswith(f"checkpoint 2 of {two} is damaged (")
+    assert said[0].startswith(f"checkpoint 2 of {two} is damaged (") and "pybind" not in said[0]
     assert (two / "damaged" / "2-1").is_dir()
 
 

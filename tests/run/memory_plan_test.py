@@ -56,7 +56,7 @@ def test_the_table_has_the_parts_of_each_places_largest_phase_and_says_what_does
         "copies 512.00",
         "does not fit: each device has 4.0 GiB and the phase 'step' takes 5.0, of which "
         "workspace 3.0; smaller with training.segments_per_row",
-        "not counted: temporary memory of the training step (activations, logits), programs",
+        "not counted: programs, temporary memory of the training step (`dcmdp plan`)",
         "besides: something",
     ]
     plan.check()  # 3 GiB for sure

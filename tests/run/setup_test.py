@@ -39,6 +39,14 @@ def _packing(tmp_path, shape=(1, 1, 1), **changes):
     return plan.placement.packing, describe(plan)
 
 
+def test_a_run_whose_lambda_never_moves_says_so(tmp_path):
+    settings = {"algorithm__tolerance_steps": 4, "rollout__precision": "float32"}
+    _, told = _packing(tmp_path, training__steps=4, **settings)
+    line = "algorithm.tolerance_steps=4 is not below training.steps=4: lambda stays at lambda_0"
+    assert re.search(rf"^warning +{line} throughout$", told, re.MULTILINE)
+    assert "warning" not in _packing(tmp_path, training__steps=5, **settings)[1]
+
+
 def test_rows_are_told(tmp_path):
     # 24 prompts x 8 in a mini-batch, prompts of 20 tokens and completions of 36.
     packing, told = _packing(

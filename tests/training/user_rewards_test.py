@@ -8,12 +8,15 @@ import signal
 import subprocess
 import sys
 import uuid
+from datetime import datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from dcmdp_jax.commands.flags import parse
+from dcmdp_jax.errors import UserError
+from dcmdp_jax.run import task
 from dcmdp_jax.run.run import Run
 from tests.support.run_invariants import contradictions
 from tests.support.waiting import HANGS_S, wait_until
@@ -306,3 +309,11 @@ def test_a_function_that_can_not_be_called_is_found_before_the_run_starts(
         raised.value
     )
     assert not run_dir.exists()
+
+
+@pytest.mark.parametrize("function", ["nowhere.py:f", "examples/length_reward.py:scores"])
+def test_a_function_that_is_not_there_is_found_before_the_model_is_read(function, monkeypatch):
+    monkeypatch.setattr(task, "read_model", None)
+    config = parse(["train", "--config=demo", f"--config.rewards.functions={function}"]).config
+    with pytest.raises(UserError, match=f"^config.rewards.functions: reward {function}: "):
+        task.read_task(config, datetime(2026, 1, 1))
