@@ -396,7 +396,7 @@ def _step_rules(config: Config) -> Broken:
             "algorithm.multiplier",
         )
     yield from _row_rules(config)
-    sizes = config.mesh.data, config.mesh.fsdp, config.mesh.tensor, config.mesh.expert
+    sizes = config.mesh.sizes
     if sizes.count(-1) > 1 or any(size < 1 and size != -1 for size in sizes):
         yield "mesh", "data, fsdp, tensor and expert must be positive, at most one is -1", sizes
 

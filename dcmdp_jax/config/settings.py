@@ -314,6 +314,11 @@ class MeshSettings:
     expert: int = setting(1, unit="devices", free=True)
     cpu_devices: int = setting(0, unit="devices", minimum=0, maximum=256, free=True)
 
+    @property
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Devices along data, fsdp, tensor and expert."""
+        return self.data, self.fsdp, self.tensor, self.expert
+
 
 @dataclasses.dataclass(frozen=True)
 class HostSettings:

@@ -212,10 +212,7 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
     with as_settings(MESH):
         sizes = axis_sizes(
             devices,
-            config.mesh.data,
-            config.mesh.fsdp,
-            config.mesh.tensor,
-            config.mesh.expert,
+            *config.mesh.sizes,
         )
         check_training_mesh(
             AbstractMesh(tuple(sizes.values()), tuple(sizes)),
@@ -337,10 +334,7 @@ def compile_run(
     model = check_run(config, platform_of(topology.name), len(topology.devices))
     usable, reason = usable_memory(config, topology)
     mesh = make_mesh(
-        config.mesh.data,
-        config.mesh.fsdp,
-        config.mesh.tensor,
-        config.mesh.expert,
+        *config.mesh.sizes,
         devices=topology.devices,
     )
     run = planned_run(

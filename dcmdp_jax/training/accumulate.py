@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.algorithm import stats
 from dcmdp_jax.parallel.sharding import DATA, data_axis, shard_map_over_data
+from dcmdp_jax.types import Array
 
 RowFunction = Callable[[Any, Any], tuple[Any, Any]]
 """(shared, rows [R, ...]) -> (statistics, row outputs [R, ...])."""
@@ -40,7 +41,7 @@ def accumulate(
     function: RowFunction,
     shared: Any,
     rows: tuple[Any, ...],
-    micro_batches: jax.Array,
+    micro_batches: Array,
     *,
     mesh: Mesh | None,
 ) -> tuple[Any, tuple[Any, ...]]:
@@ -65,7 +66,7 @@ def accumulate(
     """
 
     def on_device(
-        shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array
+        shared: Any, rows: tuple[Any, ...], micro_batches: Array
     ) -> tuple[Any, tuple[Any, ...]]:
         if len(rows) > 1 or _count(rows) > 1:
             statistics, outputs = _loop(function, shared, rows, micro_batches)
@@ -89,7 +90,7 @@ def map_rows(
     function: Callable[[Any, Any], Any],
     shared: Any,
     rows: tuple[Any, ...],
-    micro_batches: jax.Array,
+    micro_batches: Array,
     *,
     mesh: Mesh | None,
 ) -> tuple[Any, ...]:
@@ -102,7 +103,7 @@ def map_rows(
     def on_rows(shared: Any, rows: Any) -> tuple[tuple[()], Any]:
         return (), function(shared, rows)
 
-    def on_device(shared: Any, rows: tuple[Any, ...], micro_batches: jax.Array) -> tuple[Any, ...]:
+    def on_device(shared: Any, rows: tuple[Any, ...], micro_batches: Array) -> tuple[Any, ...]:
         _, outputs = _loop(on_rows, shared, rows, micro_batches)
         return outputs
 
@@ -114,7 +115,7 @@ def _loop(
     function: RowFunction,
     shared: Any,
     rows: tuple[Any, ...],
-    micro_batches: jax.Array,
+    micro_batches: Array,
 ) -> tuple[Any, tuple[Any, ...]]:
     function = jax.jit(function, inline=True)  # traced once for its shapes and for the loop
     merged = None
@@ -130,7 +131,7 @@ def _loop_bucket(
     function: RowFunction,
     shared: Any,
     stacked: Any,
-    micro_batches: jax.Array,
+    micro_batches: Array,
     merged: Any,
 ) -> tuple[Any, Any]:
     """Add the statistics of a bucket to those `merged` of others; None before the first."""
@@ -140,7 +141,7 @@ def _loop_bucket(
     count = _count(stacked)
     buffers = jax.tree.map(lambda x: jnp.zeros((count, *x.shape), x.dtype), output)
 
-    def body(index: jax.Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
+    def body(index: Array, carry: tuple[Any, Any]) -> tuple[Any, Any]:
         merged, buffers = carry
         micro = jax.tree.map(lambda x: lax.dynamic_index_in_dim(x, index, keepdims=False), stacked)
         statistics, output = function(shared, micro)

@@ -64,9 +64,9 @@ def apply_update(
     state: TrainState,
     gradient: Params,
     *,
-    divisor: jax.Array,
-    finite: jax.Array,
-) -> tuple[TrainState, jax.Array, jax.Array]:
+    divisor: Array,
+    finite: Array,
+) -> tuple[TrainState, Array, Array]:
     """Make one optimizer update by gradient / divisor, unless that or `finite` says it is broken.
 
     Returns:
@@ -99,7 +99,7 @@ def apply_update(
     return state, grad_norm, finite
 
 
-def updates_made(opt_state: optax.OptState) -> jax.Array:
+def updates_made(opt_state: optax.OptState) -> Array:
     """Number of updates that were made; skipped ones don't count, for the schedule either."""
     return optax.tree.get_all_with_path(opt_state, "count")[0][1]
 
@@ -129,7 +129,7 @@ def initial_loss_scale(compute_dtype: str) -> LossScale | None:
     return LossScale(jnp.float32(INITIAL_SCALE), jnp.zeros((), jnp.int32))
 
 
-def next_loss_scale(state: LossScale, finite: jax.Array) -> LossScale:
+def next_loss_scale(state: LossScale, finite: Array) -> LossScale:
     """The scale after an update (Micikevicius et al. 2018, 3.2), with PyTorch's constants.
 
         S / 2      after an update with a gradient that is not finite, which was skipped; at least 1

@@ -15,7 +15,7 @@ from dcmdp_jax.data.episode import OLD_TOP_LOGPROBS, TOP_LOGPROBS
 from dcmdp_jax.models.row_logprobs import RowLogprobs
 from dcmdp_jax.parallel.backend import compiler_options
 from dcmdp_jax.training.accumulate import map_rows
-from dcmdp_jax.types import Batch, Params, Rows
+from dcmdp_jax.types import Array, Batch, Params, Rows
 
 OLD_LOGPROBS = "old_logprobs"
 """Column of rows that lag: p^Train of the weights that sampled them."""
@@ -38,14 +38,14 @@ def with_logprobs(
     No gradient; [M, A, R, L] float32 for each bucket, 0 outside completions.
     """
 
-    def logprobs(params: Params, rows: Rows) -> dict[str, jax.Array]:
+    def logprobs(params: Params, rows: Rows) -> dict[str, Array]:
         outputs = row_logprobs(params, rows)
         columns = {names[0]: outputs.logprobs}
         if outputs.top_logprobs is not None and len(names) > 1:
             columns[names[1]] = outputs.top_logprobs
         return columns
 
-    def map_mini_batch(mini_batch: tuple[tuple[Rows, ...], jax.Array]) -> tuple[Any, ...]:
+    def map_mini_batch(mini_batch: tuple[tuple[Rows, ...], Array]) -> tuple[Any, ...]:
         rows, micro_batches = mini_batch
         return map_rows(logprobs, params, rows, micro_batches, mesh=mesh)
 
@@ -56,7 +56,7 @@ def with_logprobs(
 
 def make_rescore(
     row_logprobs: RowLogprobs, *, mesh: Mesh | None
-) -> Callable[[Params, Batch], tuple[Batch, jax.Array]]:
+) -> Callable[[Params, Batch], tuple[Batch, Array]]:
     """Jitted (params, batch) -> batch whose rollout log-probs are the training stack's own.
 
     This is precision "exact": the step computes the same numbers again, on the same rows, so the
@@ -65,7 +65,7 @@ def make_rescore(
     """
 
     @functools.partial(jax.jit, compiler_options=compiler_options(jax.default_backend()))
-    def rescore(params: Params, batch: Batch) -> tuple[Batch, jax.Array]:
+    def rescore(params: Params, batch: Batch) -> tuple[Batch, Array]:
         names = "rollout_logprobs", TOP_LOGPROBS
         rescored = with_logprobs(params, batch, row_logprobs, mesh=mesh, names=names)
         differences = []

@@ -29,8 +29,8 @@ def initial_dual(settings: AlgorithmSettings) -> DualState:
 def update_dual(
     settings: AlgorithmSettings,
     dual: DualState,
-    step: jax.Array,
-    bounded: jax.Array,
+    step: Array,
+    bounded: Array,
 ) -> DualState:
     """The dual state of the next step (Eq. 11).
 

@@ -82,7 +82,7 @@ class StepSetup:
 
     def loss_weights(
         self, batch: Batch, dropped_tokens: Array | None = None
-    ) -> tuple[jax.Array, jax.Array]:
+    ) -> tuple[Array, Array]:
         """The weight of each completion in the loss, [N], and the divisor of the loss's sum."""
         return losses.aggregation_weights(
             batch.completion_lengths,
@@ -351,7 +351,7 @@ def _divisor(
     return divisor
 
 
-def _advantages(settings: AlgorithmSettings, batch: Batch, rewards: Array) -> jax.Array:
+def _advantages(settings: AlgorithmSettings, batch: Batch, rewards: Array) -> Array:
     """The advantages of a mini-batch, [N], by its groups."""
     return group_advantages(
         rewards,

@@ -159,7 +159,7 @@ def recorded_tokens(batch: Batch, updates: Updates, *, every_token: bool) -> Rec
     )
 
 
-def _by_mini_batch(buckets: tuple[Any, ...], field: str) -> jax.Array:
+def _by_mini_batch(buckets: tuple[Any, ...], field: str) -> Array:
     """A field of the tokens of all buckets, [M, tokens]."""
     arrays = [getattr(bucket, field) for bucket in buckets]
     return jnp.concatenate([x.reshape(len(x), -1) for x in arrays], axis=1)
@@ -180,7 +180,7 @@ def batch_metrics(
     batch: Batch,
     token_values: tuple[TokenValues, ...],
     settings: AlgorithmSettings,
-    tolerance: float | jax.Array,
+    tolerance: float | Array,
 ) -> Metrics:
     """Rewards, discrepancy and mismatch of a batch.
 
@@ -254,7 +254,7 @@ def gap_metrics(rows: tuple[Rows, ...], logprobs: tuple[TokenValues, ...]) -> Me
         sampled tokens.
     """
 
-    def flat(values: Iterable[Array]) -> jax.Array:
+    def flat(values: Iterable[Array]) -> Array:
         return jnp.concatenate([x.reshape(-1) for x in values])
 
     mask = flat(bucket.completion_mask for bucket in rows)

@@ -28,7 +28,7 @@ from dcmdp_jax.training.optimizer import initial_loss_scale, make_optimizer, mak
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, make_old_logprobs, make_rescore
 from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
 from dcmdp_jax.training.step import StepSetup, make_train_step
-from dcmdp_jax.types import Batch, DualState, Params, TrainState
+from dcmdp_jax.types import Array, Batch, DualState, Params, TrainState
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,8 @@ class StepPrograms:
     old_logprobs: Callable | None
     setup: StepSetup
     merged: Callable[[Params, Params | None], tuple[Params, objective.Metrics]]
-    watched: Callable[[Params], list[jax.Array]]
-    arrival: Callable[[list[jax.Array], Params], objective.Metrics]
+    watched: Callable[[Params], list[Array]]
+    arrival: Callable[[list[Array], Params], objective.Metrics]
     add_teacher: Callable[[Batch], Batch] = lambda batch: batch
 
     def compile_ahead(self, hosts: Hosts, frozen: Params | None) -> Callable[[], None]:

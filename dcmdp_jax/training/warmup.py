@@ -19,7 +19,7 @@ from dcmdp_jax.parallel.backend import MAX_IN_FLIGHT_PROGRAMS, compiler_options
 from dcmdp_jax.parallel.mesh import row_shards
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.accumulate import accumulate
-from dcmdp_jax.types import Params, Rows
+from dcmdp_jax.types import Array, Params, Rows
 
 _LOSS_SCALE = 2.0**10
 """Factor of the loss while its gradient is taken, against underflow in float16; always exact."""
@@ -134,13 +134,13 @@ def _step(
     params: Params,
     opt_state: tuple,
     rows: Rows,
-) -> tuple[Params, optax.OptState, jax.Array]:
+) -> tuple[Params, optax.OptState, Array]:
     def gradient(
-        shared: tuple[Params, jax.Array], rows: Rows
+        shared: tuple[Params, Array], rows: Rows
     ) -> tuple[dict[str, stats.Sum], tuple[()]]:
         params, tokens = shared
 
-        def loss(params: Params) -> jax.Array:
+        def loss(params: Params) -> Array:
             logprobs, *_ = row_logprobs(params, rows)
             return -masked.masked_sum(logprobs, rows.completion_mask).total / tokens * _LOSS_SCALE
 

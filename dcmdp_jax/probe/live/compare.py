@@ -497,7 +497,7 @@ def _logprobs_at(
     config: ModelConfig,
     compute: Compute,
     cache: str,
-) -> jax.Array:
+) -> Array:
     """Log-probs of rows at several temperatures, from one pass through the layers.
 
     Args:
@@ -530,7 +530,7 @@ def _logprobs_at(
             compute_states,
         )
 
-        def add_temperature(k: jax.Array, logprobs: jax.Array) -> jax.Array:
+        def add_temperature(k: Array, logprobs: Array) -> Array:
             scaled = (states * inverse_temperatures[k]).astype(states.dtype)
             row_logprobs, _ = token_logprobs(
                 scaled,
@@ -560,7 +560,7 @@ def _as_multiplied(params: Params, config: ModelConfig, precision: str) -> Param
     elif precision:
         return params | _quantized(params, config=config, precision=precision)
 
-    def leaf(x: jax.Array, is_quantized: bool) -> jax.Array | QuantizedKernel:
+    def leaf(x: Array, is_quantized: bool) -> Array | QuantizedKernel:
         if not is_quantized:
             return x
         return QuantizedKernel(x, jnp.ones(x.shape[:-2] + x.shape[-1:]))
@@ -582,7 +582,7 @@ def _quantized(params: Params, *, config: ModelConfig, precision: str) -> Params
 def _in_blocks(params: Params, config: ModelConfig) -> Params:
     """The matrices that engines quantize, as vLLM rounds them by blocks of 128 x 128."""
 
-    def leaf(x: jax.Array, is_quantized: bool) -> jax.Array:
+    def leaf(x: Array, is_quantized: bool) -> Array:
         if not is_quantized:
             return x
         # One after another: the temporary memory of each is several times its own.
@@ -592,7 +592,7 @@ def _in_blocks(params: Params, config: ModelConfig) -> Params:
 
 
 @jax.jit
-def _block_rounded(x: jax.Array) -> jax.Array:
+def _block_rounded(x: Array) -> Array:
     if x.ndim > 2:
         return jax.lax.map(_block_rounded, x)
     return rounded_in_blocks(x)
@@ -605,7 +605,7 @@ def _values(params: Params, tensor: HFTensor) -> np.ndarray:
 def _swapped(now: Params, earlier: Params, tensors: Sequence[HFTensor]) -> Params:
     """`now`, with some tensors of `earlier`."""
 
-    def leaf(path: tuple[jax.tree_util.DictKey, ...], x: jax.Array) -> jax.Array:
+    def leaf(path: tuple[jax.tree_util.DictKey, ...], x: Array) -> Array:
         for tensor in tensors:
             if tensor.path == tuple(key.key for key in path):
                 x = jnp.asarray(x).at[tensor.index].set(_values(earlier, tensor))
