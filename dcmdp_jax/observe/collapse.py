@@ -10,6 +10,11 @@ _LEAST_STEPS = 10
 _OTHER_ALERTS = ("penalty", "identical", "rounding", "truncation")
 """Alerts that are about something else than the mismatch."""
 
+_CONTROL = (
+    "  A control decides: the same run and seeds, sampled by the training stack itself or by the "
+    "engine in its precision (here rollout.precision=exact)."
+)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sign:
@@ -105,6 +110,16 @@ class CollapseSigns:
     step: int
     supporting: list[str]
     opposing: list[str]
+
+    @property
+    def lines(self) -> list[str]:
+        """A heading, the signs, and what decides."""
+        return [
+            f"The reward fell below half its best in step {self.step}: is the mismatch why?",
+            *(f"  it is: {advice}" for advice in self.supporting),
+            *(f"  it is not: {advice}" for advice in self.opposing),
+            _CONTROL,
+        ]
 
 
 def collapse_signs(series: Series) -> CollapseSigns | None:

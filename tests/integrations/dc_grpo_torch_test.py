@@ -152,6 +152,23 @@ def test_a_token_without_a_logprob_is_neither_penalized_nor_counted():
     assert metrics["mean"] == pytest.approx(0.1, abs=1e-6)
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_probabilities_in_place_of_log_probs_are_refused(side):
+    """Clamped at 0 they would be a discrepancy of 0, and lambda would never rise."""
+    log_probs = [torch.log(torch.tensor([[0.5, 0.25]])), torch.log(torch.tensor([[0.5, 0.5]]))]
+    mask = torch.tensor([[1, 0]])
+    dc_grpo = DcGrpo(tolerance=0.1)
+    given = list(log_probs)
+    given[side] = given[side].exp()
+    name = ("train", "rollout")[side]
+    with pytest.raises(ValueError, match=f"{name}_logprobs is 0.5 .* not probabilities"):
+        dc_grpo.penalize(torch.ones(1), *given, mask)
+    assert dc_grpo.history == []
+    # Outside of the mask, or above 0 by rounding alone, nothing is refused.
+    given[side] = log_probs[side] + torch.tensor([[0.6936, 5.0]])
+    dc_grpo.penalize(torch.ones(1), *given, mask)
+
+
 def test_the_state_is_json_and_comes_back(tmp_path):
     dc_grpo = DcGrpo(tolerance=0.01, multiplier=0.25, history=[0.5, 0.25])
     dc_grpo.save(tmp_path)

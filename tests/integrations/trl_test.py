@@ -7,7 +7,9 @@ import functools
 import json
 import math
 import os
+import re
 import runpy
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -279,6 +281,43 @@ def test_the_probe_reads_what_the_trainer_recorded(run):
         not math.isnan(found.over_training.tolerance)
         and Path(path / "recordings" / "step_0").is_dir()
     )
+
+
+def test_the_class_of_the_page_records_each_batch_with_its_weighted_reward(tmp_path, monkeypatch):
+    page = Path(__file__).resolve().parents[2] / "docs" / "probe.md"
+    block = re.search(r"^TRL, with .*\n\n((?:    .*\n|\n)+)", page.read_text(), re.M).group(1)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(textwrap.dedent(block), names)
+    tokenizer = build_tokenizer()
+    # With two updates a batch TRL keeps the old log-probs, as it does with vLLM.
+    sizes = dict(per_device_train_batch_size=8, num_generations=4, max_completion_length=TOKENS)
+    arguments = GRPOConfig(
+        output_dir=str(tmp_path / "out"),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        max_steps=2,
+        num_iterations=2,
+        reward_weights=[0.5, 2.0],
+        **sizes,
+    )
+    trainer = names["Recorded"](
+        model=copy.deepcopy(_warmed_up()),
+        args=arguments,
+        train_dataset=Dataset.from_list(_problems()),
+        processing_class=tokenizer,
+        reward_funcs=[_reward, lambda completions, **_: [1.0] * len(completions)],
+        rollout_func=RoundedEngine(tokenizer),
+    )
+    trainer.train()
+    files = sorted((tmp_path / "recordings").rglob("*.jsonl"))
+    rewards = [json.loads(line)["reward"] for line in files[0].open()]
+    logged = trainer.state.log_history[0]
+    assert len(rewards) == 8 and min(rewards) >= 2.0
+    assert np.mean(rewards) == pytest.approx(logged["reward"], abs=1e-6)
 
 
 def test_the_fused_loss_of_liger_is_refused(tmp_path):

@@ -238,8 +238,14 @@ def _keys(path: Path, left_out: LeftOut) -> list[str]:
 def _file_rows(path: Path, file_format: Format, left_out: LeftOut) -> Iterator[Cells]:
     if path.suffix == ".pt":
         payload = _load_torch(path)
-        for sample in payload["samples"]:
-            yield {**sample, "rollout_id": payload.get("rollout_id")}
+        # Of the whole batch, in the order of the sorted samples.
+        rewards = payload.get("raw_reward") or []
+        for number, sample in enumerate(payload["samples"]):
+            row = {**sample, "rollout_id": payload.get("rollout_id")}
+            position = sample.get("rollout_position", number)
+            if position < len(rewards):
+                row["reward"] = rewards[position]
+            yield row
         return
     optional = [*file_format.optional.values(), *_PLACE, *_SHOWN]
     if file_format.source:
@@ -273,6 +279,9 @@ _SHOWN = ("reward", "advantage", "advantages", "prompt_id", "prompt_token_ids")
 
 def _nemo_row(row: Cells) -> None:
     """NeMo-RL writes each row as a batch of one: every cell is in a list of its own."""
+    rewards = row.get("rewards")
+    if isinstance(rewards, list) and len(rewards) == 1:
+        row["reward"] = rewards[0]
     for name in (
         "token_ids",
         "token_loss_mask",

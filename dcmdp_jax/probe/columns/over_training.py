@@ -99,6 +99,11 @@ class OverTraining:
     tolerance_from: str
     collapse: CollapseSigns | None
 
+    @property
+    def has_rewards(self) -> bool:
+        """Whether every step has a reward."""
+        return not np.isnan([step.reward for step in self.steps]).any()
+
     def without_recommendation(self) -> "OverTraining":
         """The same where no c is recommended: without the alarms that compare with one."""
         if not self.tolerance_from.startswith("recommended"):

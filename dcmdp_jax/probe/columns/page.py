@@ -213,7 +213,13 @@ def _over_training(over: over_training.OverTraining) -> list[str]:
     if not over.alarms:
         heading += " none"
     lines.append(heading)
-    return lines + [f"  {alarm.name}: {alarm.text}" for alarm in over.alarms]
+    lines += [f"  {alarm.name}: {alarm.text}" for alarm in over.alarms]
+
+    if not over.has_rewards:
+        lines.append("no reward in this recording: whether it collapsed is not judged")
+    if over.collapse is not None:
+        lines += over.collapse.lines
+    return lines
 
 
 def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
@@ -223,12 +229,12 @@ def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
     over = analysis.over_training
     if over is None or len(over.steps) < 2:
         return None
-    rewards = [step.reward for step in over.steps]
-    with_rewards = not np.isnan(rewards).any()
-    figure, panels = make_figure(5.4 * (1 + with_rewards), 4.0, columns=1 + with_rewards)
+    columns = 1 + over.has_rewards
+    figure, panels = make_figure(5.4 * columns, 4.0, columns=columns)
     axes = panels[-1]
     steps = [step.step for step in over.steps]
-    if with_rewards:
+    if over.has_rewards:
+        rewards = [step.reward for step in over.steps]
         panels[0].plot(steps, rewards, "o-", color=COLORS[2], markersize=3)
         style_axes(panels[0], x="step", y="mean reward")
         panels[0].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -555,6 +556,55 @@ def test_entropies_reach_the_recording_of_each_framework(tmp_path):
         assert _read(directory).pairs.entropies.tolist() == [0.5, 0.25]
 
 
+def test_each_framework_that_records_a_reward_is_judged_by_it_and_the_others_say_so(
+    tmp_path, capsys
+):
+    """A reward of a completion is 0 or 1 in turns; what NeMo-RL writes is a batch of one."""
+    for name in ("nemo_rl", "verl", "dcmdp"):
+        assert [step.reward for step in _read(FIXTURES / name).over_training.steps] == [0.5, 0.5]
+    code, said, _ = _probe(capsys, FIXTURES / "prime_rl", "--out", tmp_path)
+    line = "no reward in this recording: whether it collapsed is not judged"
+    assert code == 0 and line in said.splitlines()
+    assert line.capitalize() in (tmp_path / "probe.html").read_text()
+
+
+def test_verls_bypass_mode_is_named_by_the_recorder_and_by_the_verdict(tmp_path, capsys):
+    p = np.log(np.full((8, 32), 0.5, np.float32))
+    ones = np.ones((8, 32), int)
+    batch = {"responses": ones, "old_log_probs": p, "response_mask": ones}
+    with pytest.warns(UserWarning, match="bit for bit.*rollout_correction.bypass_mode=False"):
+        record_verl(Recorder(tmp_path / "r", "verl"), 1, batch | {"rollout_log_probs": p.copy()})
+    said = _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")[1]
+    assert "one column recorded twice? verl: bypass_mode" in said
+    # One value of 256 differs in its last bit: no bypass.
+    other = p.copy()
+    other[0, 0] = np.nextafter(other[0, 0], 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        record_verl(Recorder(tmp_path / "s", "verl"), 1, batch | {"rollout_log_probs": other})
+
+
+def test_slimes_rewards_are_those_of_the_rollout_before_normalization(tmp_path):
+    torch = pytest.importorskip("torch", reason="slime's dumps are torch files")
+    payload = torch.load(FIXTURES / "slime" / "train_0.pt", weights_only=True)
+    # Two samples of the rollout were filtered out: their reward counts for nothing.
+    payload["raw_reward"] = [0.25] * len(payload["samples"])
+    payload["raw_reward"][:2] = [9.0, 9.0]
+    del payload["samples"][:2]
+    torch.save(payload, tmp_path / "train_0.pt")
+    [step] = _read(tmp_path).over_training.steps
+    assert step.reward == 0.25
+
+
+def test_skyrls_reward_is_the_sum_over_a_completions_tokens(tmp_path):
+    p = np.log(np.full((1, 3), 0.5))
+    batch = {"sequences": np.ones((1, 3), int), "loss_mask": np.ones((1, 3))}
+    batch |= {"action_log_probs": p, "rollout_logprobs": p, "advantages": np.ones(1)}
+    rewards = np.array([[0.25, 0.0, 0.5]])
+    record_skyrl(Recorder(tmp_path, "skyrl"), 1, batch | {"rewards": rewards})
+    assert _read(tmp_path).over_training.steps[0].reward == 0.75
+
+
 def test_the_reward_of_a_recording_is_shown_over_its_mismatch_with_the_signs(tmp_path, capsys):
     """Two completions a step: rewards of mean 0.75, then of 0.25 from step 9 on."""
     recorder = Recorder(tmp_path / "r", "trl")
@@ -567,7 +617,11 @@ def test_the_reward_of_a_recording_is_shown_over_its_mismatch_with_the_signs(tmp
     assert [step.reward for step in over.steps] == [0.75] * 8 + [0.25] * 4
     assert over.collapse.step == 9
     assert over.collapse.supporting[0].startswith("The discrepancy had doubled before")
-    assert _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")[0] == 0
+    code, said, _ = _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")
+    assert code == 0 and "no reward in this recording" not in said
+    alerts, signs = said.split("The reward fell below half its best in step 9")
+    assert "alerts over the steps" in alerts and "  it is: The discrepancy had doubled" in signs
+    assert "  A control decides: " in signs
     page = (tmp_path / "out" / "probe.html").read_text()
     assert "The reward fell below half its best in step 9: is the mismatch why?" in page
     assert "mean reward" in page and "The discrepancy had doubled before" in page
