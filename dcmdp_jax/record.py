@@ -236,10 +236,15 @@ def record_trl(
     train = output.get("old_per_token_logps") if old_logprobs is None else old_logprobs
     # TRL computes the other log-probs on its own only with vLLM.
     if rollout is None:
-        raise ValueError("the batch has no sampling_per_token_logps: set use_vllm=True")
+        raise ValueError(
+            "the batch has no sampling_per_token_logps: set use_vllm=True, or return logprobs from "
+            "rollout_func"
+        )
     if train is None:
         raise ValueError(
-            "the batch has no old_per_token_logps: set vllm_importance_sampling_correction=True"
+            "the batch has no old_per_token_logps: set vllm_importance_sampling_correction=True "
+            "(with use_vllm); with rollout_func pass old_logprobs, or record by "
+            "DcGrpoTrainer(on_batch=...)"
         )
     mask = _array(output["completion_mask"])
     if "tool_mask" in output:

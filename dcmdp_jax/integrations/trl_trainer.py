@@ -24,7 +24,9 @@ from trl import GRPOConfig, GRPOTrainer
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, prefixed
 
 OnBatch = Callable[[int, dict[str, Any], torch.Tensor], None]
-"""(step, batch of TRL with penalized advantages, log-probs under the weights that made it)."""
+"""(step, batch of TRL with penalized advantages and `rewards`, log-probs under the weights that
+made it).
+"""
 
 
 class DcGrpoTrainer(GRPOTrainer):
@@ -54,6 +56,14 @@ class DcGrpoTrainer(GRPOTrainer):
         super().__init__(*args, **options)
         self.add_callback(_SavesState(dc_grpo))
 
+    def _calculate_rewards(self, *arguments: Any) -> torch.Tensor:
+        # Of all processes, a column for each function.
+        rewards = super()._calculate_rewards(*arguments)
+        totals = rewards.nan_to_num() @ self.reward_weights.to(rewards.device)
+        processes = self.accelerator
+        self._rewards = totals.chunk(processes.num_processes)[processes.process_index]
+        return rewards
+
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
         rollout = output.get("sampling_per_token_logps")
@@ -78,7 +88,7 @@ class DcGrpoTrainer(GRPOTrainer):
         for name, value in prefixed(metrics).items():
             self._metrics[mode][name].append(value)
         if self._on_batch is not None and mode == "train":
-            self._on_batch(self.state.global_step, output, train)
+            self._on_batch(self.state.global_step, output | {"rewards": self._rewards}, train)
         return output
 
     def _old_logprobs(self, output: dict[str, Any]) -> torch.Tensor:

@@ -355,7 +355,15 @@ def test_the_example_learns_with_and_without_the_penalty_and_records_both(
     example = Path(__file__).resolve().parents[2] / "examples" / "trl_dc_grpo.py"
     runpy.run_path(str(example), run_name="__main__")
     *_, grpo, dc_grpo, last = capsys.readouterr().out.splitlines()
-    tolerance = float(last.removeprefix("c = "))
+    tolerance = float(last.removeprefix("c = ").partition(",")[0])
+    # The probe's rule on the recording: 1.25 times the mean over all tokens.
+    from dcmdp_jax.probe.columns.over_training import find_files, read_run
+    from dcmdp_jax.probe.columns.recording_files import LeftOut
+
+    files = find_files(["runs/trl/grpo_recordings"], LeftOut())
+    found = read_run(files, LeftOut(), max_tokens=10**6)
+    assert tolerance == pytest.approx(1.25 * found.pairs.discrepancy.mean(), abs=1e-4)
+    assert found.over_training.has_rewards and found.over_training.steps[-1].reward > 0.9
     for line, name in ((grpo, "grpo"), (dc_grpo, "dc_grpo")):
         said, before, after, discrepancy, multiplier = line.split()
         assert said == name

@@ -93,8 +93,8 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
     """The framework that wrote a file, by the names of its columns; None for a file without rows.
 
     Raises:
-        UserError: with the keys found and the formats tried, if none knows them, or the file is not
-            readable.
+        UserError: with the keys found and the formats tried, or the column that the nearest one
+            lacks, if none knows them; if the file is not readable.
     """
     keys = _keys(path, left_out)
     if not keys:
@@ -114,6 +114,14 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
             )
 
     listed = shorten_name(", ".join(map(str, keys)))
+    lacking = {name: sorted(known.keys - set(keys)) for name, known in FORMATS.items()}
+    nearest = min(lacking, key=lambda name: len(lacking[name]))
+    if 2 * len(lacking[nearest]) < len(FORMATS[nearest].keys):
+        raise UserError(
+            f"{path}: looks like {nearest}, column {', '.join(lacking[nearest])} is missing; "
+            f"another name is given by --train-column, --rollout-column and so on. Keys found: "
+            f"{listed}"
+        )
     if path.suffix != ".pt":
         _refuse_columns(path, keys, listed, left_out)
     formats = "; ".join(

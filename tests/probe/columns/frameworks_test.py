@@ -134,7 +134,8 @@ def test_the_alarms_run_over_the_steps(tmp_path):
     for step in range(30):
         _recorded(tmp_path, steps=[step], size=0.01 if step < 25 else 0.2)
     over = _read(tmp_path).over_training
-    # c is recommended for the first five steps: 1.25 x 0.01, rounded up.
+    # That of the first five steps: 1.25 x 0.01, rounded up. All 30 have a mean of 0.0417.
+    assert "of the first 5 steps, so that a rise shows" in over.tolerance_from
     assert over.tolerance == pytest.approx(0.013) and "weight_sync" in [
         alarm.name for alarm in over.alarms
     ]
@@ -364,14 +365,15 @@ def test_a_run_directory_without_recordings_says_what_to_do(tmp_path, capsys):
 def test_what_a_framework_lacks_is_said_with_the_setting_that_gives_it(tmp_path):
     recorder = Recorder(tmp_path, "trl")
     ids = np.zeros((1, 2), int)
-    with pytest.raises(ValueError, match="no sampling_per_token_logps: set use_vllm=True"):
+    either = "no sampling_per_token_logps: set use_vllm=True, or return logprobs from rollout_func"
+    with pytest.raises(ValueError, match=either):
         record_trl(recorder, 0, {"completion_ids": ids, "old_per_token_logps": ids})
     # TRL's default, use_vllm=False, computes neither: the other setting is True already.
     with pytest.raises(ValueError, match="no sampling_per_token_logps: set use_vllm=True"):
         record_trl(recorder, 0, {"completion_ids": ids, "completion_mask": ids})
-    with pytest.raises(
-        ValueError, match="no old_per_token_logps: set vllm_importance_sampling_correction=True"
-    ):
+    # With a rollout_func that setting is True already, by TRL's default.
+    setting = "vllm_importance_sampling_correction=True .with use_vllm.; with rollout_func pass old"
+    with pytest.raises(ValueError, match=f"no old_per_token_logps: set {setting}_logprobs, or "):
         record_trl(recorder, 0, {"completion_ids": ids, "sampling_per_token_logps": ids})
     with pytest.raises(ValueError, match="calculate_log_probs=True"):
         record_verl(recorder, 0, {"responses": ids})
@@ -499,6 +501,25 @@ def test_columns_of_other_names_are_found_by_their_cells(tmp_path, capsys):
         "text without log-probs"
         in _probe(capsys, tmp_path / "r.jsonl", "--out", tmp_path / "out")[2]
     )
+
+
+@pytest.mark.parametrize(
+    ("recording", "format_name", "column"),
+    [
+        ("prime_rl/token_exports/step_0/rank_0.jsonl", "prime-rl", "trainer_logprobs"),
+        ("nemo_rl/train_data_step1.jsonl", "nemo-rl", "prev_logprobs"),
+        ("trl/step_1/rank_0.jsonl", "recorder", "rollout_logprobs"),
+    ],
+)
+def test_the_column_that_the_nearest_format_lacks_is_named(
+    recording, format_name, column, tmp_path
+):
+    row = json.loads((FIXTURES / recording).open().readline())
+    del row[column]
+    (tmp_path / "r.jsonl").write_text(json.dumps(row) + "\n")
+    missing = f"r.jsonl: looks like {format_name}, column {column} is missing; "
+    with pytest.raises(UserError, match=missing):
+        find_files([str(tmp_path / "r.jsonl")], LeftOut())
 
 
 def test_columns_of_the_recorders_names_are_read_without_flags(tmp_path, capsys):
