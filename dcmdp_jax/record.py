@@ -243,8 +243,7 @@ def record_trl(
     if train is None:
         raise ValueError(
             "the batch has no old_per_token_logps: set vllm_importance_sampling_correction=True "
-            "(with use_vllm); with rollout_func pass old_logprobs, or record by "
-            "DcGrpoTrainer(on_batch=...)"
+            "(with use_vllm); with rollout_func pass old_logprobs, or use DcGrpoTrainer(on_batch=)"
         )
     mask = _array(output["completion_mask"])
     if "tool_mask" in output:

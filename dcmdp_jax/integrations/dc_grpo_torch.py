@@ -273,6 +273,8 @@ class DcGrpo:
     def __post_init__(self) -> None:
         for name in ("tolerance", "learning_rate", "minimum"):
             value = getattr(self, name)
+            if isinstance(value, str):
+                raise ValueError(f"{name} is {value!r}: must be a number (YAML: 0.001, not 1e-3)")
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}: must be a finite number from 0")
         if not self.minimum <= self.multiplier <= self.maximum < math.inf:
@@ -343,11 +345,10 @@ class DcGrpo:
             mask=mask,
         )
         sampled = mask.bool() & ~torch.isnan(rollout_logprobs)
-        columns = {"train_logprobs": train_logprobs, "rollout_logprobs": rollout_logprobs}
-        for name, logprobs in columns.items():
+        for name, logprobs in {"train": train_logprobs, "rollout": rollout_logprobs}.items():
             if (logprobs[sampled] > _ROUNDING).any():
                 raise ValueError(
-                    f"{name} is {logprobs[sampled].max():.3g} on a sampled token; must be "
+                    f"{name}_logprobs is {logprobs[sampled].max():.3g} on a sampled token; must be "
                     "log-probs, not probabilities"
                 )
         delta = token_discrepancy(

@@ -50,6 +50,10 @@ class DcGrpoTrainer(GRPOTrainer):
         on_batch: OnBatch | None = None,
         **options: Any,
     ) -> None:
+        if not isinstance(dc_grpo, DcGrpo):
+            raise ValueError(
+                f"DcGrpoTrainer: dc_grpo is {dc_grpo!r}: must be DcGrpo(tolerance=...)"
+            )
         self.dc_grpo = dc_grpo
         self._on_batch = on_batch
         _check(inspect.signature(GRPOTrainer).bind_partial(*args, **options).arguments)
@@ -60,8 +64,8 @@ class DcGrpoTrainer(GRPOTrainer):
         # Of all processes, a column for each function.
         rewards = super()._calculate_rewards(*arguments)
         totals = rewards.nan_to_num() @ self.reward_weights.to(rewards.device)
-        processes = self.accelerator
-        self._rewards = totals.chunk(processes.num_processes)[processes.process_index]
+        accelerator = self.accelerator
+        self._rewards = totals.chunk(accelerator.num_processes)[accelerator.process_index]
         return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -10,11 +10,6 @@ _LEAST_STEPS = 10
 _OTHER_ALERTS = ("penalty", "identical", "rounding", "truncation")
 """Alerts that are about something else than the mismatch."""
 
-_CONTROL = (
-    "  A control decides: the same run and seeds, sampled by the training stack itself or by the "
-    "engine in its precision (here rollout.precision=exact)."
-)
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class _Sign:
@@ -118,7 +113,8 @@ class CollapseSigns:
             f"The reward fell below half its best in step {self.step}: is the mismatch why?",
             *(f"  it is: {advice}" for advice in self.supporting),
             *(f"  it is not: {advice}" for advice in self.opposing),
-            _CONTROL,
+            "  A control decides: the same run and seeds, sampled by the training stack itself or "
+            "by the engine in its precision (here rollout.precision=exact).",
         ]
 
 

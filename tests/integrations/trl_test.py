@@ -338,6 +338,11 @@ def test_an_engine_that_reports_no_logprobs_is_refused_before_anything_is_loaded
         DcGrpoTrainer(dc_grpo=DcGrpo(**SETTINGS), model="none", reward_funcs=[len], **options)
 
 
+def test_a_tolerance_in_place_of_its_object_is_refused():
+    with pytest.raises(ValueError, match="dc_grpo is 0.0037: must be DcGrpo.tolerance=...."):
+        DcGrpoTrainer(dc_grpo=0.0037, model="none", reward_funcs=[len])
+
+
 def test_importance_weights_on_top_of_the_penalty_are_a_warning(caplog):
     config = GRPOConfig(use_cpu=True, bf16=False, use_vllm=True)
     trl_trainer._check({"args": config})

@@ -99,28 +99,27 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
     keys = _keys(path, left_out)
     if not keys:
         return None
-    for name, candidate in FORMATS.items():
-        if candidate.keys <= set(keys):
-            row = next(_file_rows(path, candidate, left_out), None)
-            if row is None:
-                return None
-            framework = name
-            if name == "recorder":
-                framework = str(row.get("framework") or "columns")
-            return RecordedFile(
-                path=path,
-                framework=framework,
-                step_rank=candidate.step_rank(path, row),
-            )
+    lacking = {name: sorted(file_format.keys - set(keys)) for name, file_format in FORMATS.items()}
+    framework = min(lacking, key=lambda name: len(lacking[name]))
+    missing = lacking[framework]
+    nearest = FORMATS[framework]
+    if not missing:
+        row = next(_file_rows(path, nearest, left_out), None)
+        if row is None:
+            return None
+        if framework == "recorder":
+            framework = str(row.get("framework") or "columns")
+        return RecordedFile(
+            path=path,
+            framework=framework,
+            step_rank=nearest.step_rank(path, row),
+        )
 
     listed = shorten_name(", ".join(map(str, keys)))
-    lacking = {name: sorted(known.keys - set(keys)) for name, known in FORMATS.items()}
-    nearest = min(lacking, key=lambda name: len(lacking[name]))
-    if 2 * len(lacking[nearest]) < len(FORMATS[nearest].keys):
+    if 2 * len(missing) < len(nearest.keys):
         raise UserError(
-            f"{path}: looks like {nearest}, column {', '.join(lacking[nearest])} is missing; "
-            f"another name is given by --train-column, --rollout-column and so on. Keys found: "
-            f"{listed}"
+            f"{path}: looks like {framework}, column {', '.join(missing)} is missing; another name "
+            f"is given by --train-column, --rollout-column and so on. Keys found: {listed}"
         )
     if path.suffix != ".pt":
         _refuse_columns(path, keys, listed, left_out)
@@ -246,14 +245,14 @@ def _keys(path: Path, left_out: LeftOut) -> list[str]:
 def _file_rows(path: Path, file_format: Format, left_out: LeftOut) -> Iterator[Cells]:
     if path.suffix == ".pt":
         payload = _load_torch(path)
-        # Of the whole batch, in the order of the sorted samples.
-        rewards = payload.get("raw_reward") or []
-        for number, sample in enumerate(payload["samples"]):
-            row = {**sample, "rollout_id": payload.get("rollout_id")}
-            position = sample.get("rollout_position", number)
-            if position < len(rewards):
-                row["reward"] = rewards[position]
-            yield row
+        # Of the whole rollout, before samples are filtered out.
+        rewards = dict(enumerate(payload.get("raw_reward") or []))
+        for sample in payload["samples"]:
+            yield {
+                **sample,
+                "rollout_id": payload.get("rollout_id"),
+                "reward": rewards.get(sample.get("rollout_position")),
+            }
         return
     optional = [*file_format.optional.values(), *_PLACE, *_SHOWN]
     if file_format.source:

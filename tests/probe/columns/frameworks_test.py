@@ -597,6 +597,8 @@ def test_verls_bypass_mode_is_named_by_the_recorder_and_by_the_verdict(tmp_path,
         record_verl(Recorder(tmp_path / "r", "verl"), 1, batch | {"rollout_log_probs": p.copy()})
     said = _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")[1]
     assert "one column recorded twice? verl: bypass_mode" in said
+    # One step is said once.
+    assert "\nmean |p - q| 0 in step 1\n" in said and "over 1 steps" not in said
     # One value of 256 differs in its last bit: no bypass.
     other = p.copy()
     other[0, 0] = np.nextafter(other[0, 0], 0)
