@@ -51,7 +51,11 @@ os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        try:
+            return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+        except ModuleNotFoundError as error:
+            error.msg += f": {name} needs it; in torch use dcmdp_jax.integrations.dc_grpo_torch"
+            raise
     near = []
     for public_name, _, *words in _PUBLIC:
         if any(word in name.lower() for word in words):

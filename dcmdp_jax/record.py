@@ -11,6 +11,7 @@ writes recordings/step_N/rank_R.jsonl, one completion a line; `dcmdp probe recor
 import base64
 import json
 import os
+import warnings
 import zlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -225,8 +226,8 @@ def record_trl(
     TRL computes `old_per_token_logps` when `vllm_importance_sampling_correction` is on or
     generation and optimizer steps are not aligned; else give `old_logprobs`. A token for which vLLM
     has no log-prob (NaN) is left out. `optional` are `entropies` and `top` of `Recorder.write`,
-    here and below, at the places of the completion tokens: no batch has them. Only entropies show
-    that the tokens come from neither column.
+    here and below, at the places of the completion tokens, and here `rewards`: no batch has them.
+    Only entropies show that the tokens come from neither column, only rewards a collapse.
 
     Raises:
         ValueError: if the batch lacks one of the two log-probs, naming the setting that gives it.
@@ -235,10 +236,14 @@ def record_trl(
     train = output.get("old_per_token_logps") if old_logprobs is None else old_logprobs
     # TRL computes the other log-probs on its own only with vLLM.
     if rollout is None:
-        raise ValueError("the batch has no sampling_per_token_logps: set use_vllm=True")
+        raise ValueError(
+            "the batch has no sampling_per_token_logps: set use_vllm=True, or return logprobs from "
+            "rollout_func"
+        )
     if train is None:
         raise ValueError(
-            "the batch has no old_per_token_logps: set vllm_importance_sampling_correction=True"
+            "the batch has no old_per_token_logps: set vllm_importance_sampling_correction=True "
+            "(with use_vllm); with rollout_func pass old_logprobs, or use DcGrpoTrainer(on_batch=)"
         )
     mask = _array(output["completion_mask"])
     if "tool_mask" in output:
@@ -266,7 +271,7 @@ def record_verl(
     """Record a batch of verl: `DataProto.batch` and `.non_tensor_batch`, once it has advantages.
 
     Needs actor_rollout_ref.rollout.calculate_log_probs=True. In bypass mode both log-probs are the
-    engine's, and there is nothing to measure.
+    engine's, and there is nothing to measure: a warning, once.
 
     Raises:
         ValueError: if the batch has no `rollout_log_probs`.
@@ -276,6 +281,12 @@ def record_verl(
         raise ValueError(
             "the batch has no rollout_log_probs: set "
             "actor_rollout_ref.rollout.calculate_log_probs=True"
+        )
+    if np.array_equal(_array(batch["old_log_probs"]), _array(batch["rollout_log_probs"])):
+        warnings.warn(
+            "old_log_probs equal rollout_log_probs bit for bit, a recording without a mismatch: "
+            "set algorithm.rollout_correction.bypass_mode=False",
+            stacklevel=1,
         )
     if "advantages" in batch.keys():  # noqa: SIM118
         optional["advantages"] = batch["advantages"]
@@ -309,6 +320,8 @@ def record_skyrl(recorder: Recorder, step: int, batch: Batch, **optional: Any) -
                 f"the batch has no {name}: have the engine return log-probs and the policy "
                 "recompute them"
             )
+    if batch.get("rewards") is not None:
+        optional["rewards"] = _array(batch["rewards"]).sum(axis=1)
     width = _array(batch["loss_mask"]).shape[1]
     recorder.write(
         step,

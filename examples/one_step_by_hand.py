@@ -40,8 +40,11 @@ def loss(train):
 mean_delta = masked.masked_sum(delta, mask).value()
 multiplier = dual.dual_update(0.1, mean_delta, tolerance=0.0037)
 
-print(tokens.advantages[0])  # [0.70710576 0.70710576 0.6871058]: the third token pays 0.1 * 0.2
-print(gradient[0] * 12)  # [-0.70710576 -0.70710576 -0.6871058]: -A / (3 tokens * 4 completions)
-print(gradient[2:])  # zero: rewards of the second prompt are equal, its engines agree
-print(mean_delta)  # 0.02222222 = 0.2 / 9 tokens
-print(multiplier)  # 0.11852223 = 0.1 + (0.0222 - 0.0037)
+# Of the first completion: the third token pays 0.1 * 0.2, and the gradient is
+# -A / (3 tokens * 4 completions).
+print("A - lambda delta:", tokens.advantages[0])  # [0.70710576 0.70710576 0.6871058]
+print("gradient x 12:", gradient[0] * 12)  # [-0.70710576 -0.70710576 -0.6871058]
+# Zero: rewards of the second prompt are equal, its engines agree.
+print("gradient of the second prompt:", gradient[2:])
+print("mean |p - q|:", mean_delta)  # 0.02222222 = 0.2 / 9 tokens
+print("next lambda:", multiplier)  # 0.11852223 = 0.1 + (0.0222 - 0.0037)

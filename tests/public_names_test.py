@@ -99,6 +99,14 @@ def test_a_name_near_none_is_told_all_and_a_private_one_nothing():
             getattr(dcmdp_jax, name)
 
 
+def test_without_jax_the_loss_names_the_module_in_torch(monkeypatch):
+    monkeypatch.setitem(sys.modules, "jax", None)
+    monkeypatch.delitem(sys.modules, "dcmdp_jax.algorithm.dc_grpo", raising=False)
+    needs = "jax.*: dc_grpo_loss needs it; in torch use dcmdp_jax.integrations.dc_grpo_torch"
+    with pytest.raises(ModuleNotFoundError, match=needs):
+        _ = dcmdp_jax.dc_grpo_loss
+
+
 def test_help_begins_with_the_seven_functions_and_names_the_fields_of_the_result():
     lines = pydoc.plain(pydoc.render_doc(dcmdp_jax)).splitlines()
     first = [line.split()[0] for line in lines[:16] if line.startswith(" " * 8)]

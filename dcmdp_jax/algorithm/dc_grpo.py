@@ -208,6 +208,11 @@ def _numbers(name: str, value: Any) -> Array:
         raise ValueError(
             f"{name} is a list of lists that differ in length; pad them, and mask the padding"
         ) from None
+    except RuntimeError:
+        raise ValueError(
+            f"{name} is a torch tensor with a gradient, which jax can't follow; use "
+            "dcmdp_jax.integrations.dc_grpo_torch"
+        ) from None
     if array.dtype.kind in "cOSUMmV" and array.dtype != jnp.bfloat16:
         raise ValueError(f"{name} has dtype {array.dtype}; must be real numbers")
     return array

@@ -19,6 +19,8 @@ from torch import Tensor
 MAX_LOG_RATIO = 20.0
 LOGPROB_LIMIT = 1e4
 _RATIO_LIMIT = 10.0
+_ROUNDING = 1e-3
+"""Nats by which half precision may leave a log-prob above 0."""
 STATE_FILE = "dc_grpo.json"
 _MEASURES = ("diff", "ratio", "log", "logit")
 _SIDES = ("two", "one")
@@ -271,6 +273,8 @@ class DcGrpo:
     def __post_init__(self) -> None:
         for name in ("tolerance", "learning_rate", "minimum"):
             value = getattr(self, name)
+            if isinstance(value, str):
+                raise ValueError(f"{name} is {value!r}: must be a number (YAML: 0.001, not 1e-3)")
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}: must be a finite number from 0")
         if not self.minimum <= self.multiplier <= self.maximum < math.inf:
@@ -330,13 +334,23 @@ class DcGrpo:
         rollout_logprobs: Tensor,
         mask: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Discrepancy of each token, 0 where it is not penalized; and which tokens are."""
+        """Discrepancy of each token, 0 where it is not penalized; and which tokens are.
+
+        Raises:
+            ValueError: if the shapes differ, or a sampled token's log-prob is above 0.
+        """
         require_same_shape(
             train_logprobs=train_logprobs,
             rollout_logprobs=rollout_logprobs,
             mask=mask,
         )
         sampled = mask.bool() & ~torch.isnan(rollout_logprobs)
+        for name, logprobs in {"train": train_logprobs, "rollout": rollout_logprobs}.items():
+            if (logprobs[sampled] > _ROUNDING).any():
+                raise ValueError(
+                    f"{name}_logprobs is {logprobs[sampled].max():.3g} on a sampled token; must be "
+                    "log-probs, not probabilities"
+                )
         delta = token_discrepancy(
             train_logprobs,
             rollout_logprobs,

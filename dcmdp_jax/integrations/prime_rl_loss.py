@@ -35,6 +35,9 @@ class DcGrpoLoss:
         resume_steps: training steps of the checkpoint that the run resumes from, if it is not the
             last one.
         settings: keyword arguments of `DcGrpo`.
+
+    Raises:
+        ValueError: naming the setting that is missing, unknown or out of its range.
     """
 
     def __init__(
@@ -44,7 +47,10 @@ class DcGrpoLoss:
         resume_steps: int | None = None,
         **settings: Any,
     ) -> None:
-        self.dc_grpo = DcGrpo(**settings)
+        try:
+            self.dc_grpo = DcGrpo(**settings)
+        except TypeError as error:
+            raise ValueError(f"dc_grpo: kwargs of [trainer.loss]: {error}") from None
         self._path = state_path
         self.dc_grpo.resume(state_path, steps=resume_steps)
         self._sums = torch.zeros(2, dtype=torch.float64)

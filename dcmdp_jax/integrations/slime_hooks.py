@@ -43,7 +43,7 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     dc_grpo = _dc_grpo_of_process(args)
     advice = {
         "log_probs": f"--get-mismatch-metrics and --custom-tis-function-path {__name__}.no_weights",
-        "rollout_log_probs": "an engine with log-probs",
+        "rollout_log_probs": "sample.rollout_log_probs in --custom-generate-function-path",
     }
     require_columns(rollout_data, advice)
     train = rollout_data["log_probs"]

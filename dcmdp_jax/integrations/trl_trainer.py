@@ -24,7 +24,9 @@ from trl import GRPOConfig, GRPOTrainer
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, prefixed
 
 OnBatch = Callable[[int, dict[str, Any], torch.Tensor], None]
-"""(step, batch of TRL with penalized advantages, log-probs under the weights that made it)."""
+"""(step, batch of TRL with penalized advantages and `rewards`, log-probs under the weights that
+made it).
+"""
 
 
 class DcGrpoTrainer(GRPOTrainer):
@@ -48,11 +50,23 @@ class DcGrpoTrainer(GRPOTrainer):
         on_batch: OnBatch | None = None,
         **options: Any,
     ) -> None:
+        if not isinstance(dc_grpo, DcGrpo):
+            raise ValueError(
+                f"DcGrpoTrainer: dc_grpo is {dc_grpo!r}: must be DcGrpo(tolerance=...)"
+            )
         self.dc_grpo = dc_grpo
         self._on_batch = on_batch
         _check(inspect.signature(GRPOTrainer).bind_partial(*args, **options).arguments)
         super().__init__(*args, **options)
         self.add_callback(_SavesState(dc_grpo))
+
+    def _calculate_rewards(self, *arguments: Any) -> torch.Tensor:
+        # Of all processes, a column for each function.
+        rewards = super()._calculate_rewards(*arguments)
+        totals = rewards.nan_to_num() @ self.reward_weights.to(rewards.device)
+        accelerator = self.accelerator
+        self._rewards = totals.chunk(accelerator.num_processes)[accelerator.process_index]
+        return rewards
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         output = super()._generate_and_score_completions(inputs)
@@ -78,7 +92,7 @@ class DcGrpoTrainer(GRPOTrainer):
         for name, value in prefixed(metrics).items():
             self._metrics[mode][name].append(value)
         if self._on_batch is not None and mode == "train":
-            self._on_batch(self.state.global_step, output, train)
+            self._on_batch(self.state.global_step, output | {"rewards": self._rewards}, train)
         return output
 
     def _old_logprobs(self, output: dict[str, Any]) -> torch.Tensor:

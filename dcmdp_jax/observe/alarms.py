@@ -452,8 +452,8 @@ def _mismatch(series: Series) -> Iterator[str]:
         floor = f"of {_floor(series):.3g}" if _floor(series) else "that was not measured"
         yield (
             f"The discrepancy is {over_budget[0]:.3g} at a tolerance c of {over_budget[1]:.3g} "
-            f"and a noise floor {floor}: the engines differ. Run dcmdp probe on this run for the "
-            "cause; then raise c, or the engine's precision."
+            f"and a noise floor {floor}: the engines differ. Repair the cause that dcmdp probe "
+            "names; else raise c, or the engine's precision."
         )
 
 

@@ -106,6 +106,17 @@ class CollapseSigns:
     supporting: list[str]
     opposing: list[str]
 
+    @property
+    def lines(self) -> list[str]:
+        """A heading, the signs, and what decides."""
+        return [
+            f"The reward fell below half its best in step {self.step}: is the mismatch why?",
+            *(f"  it is: {advice}" for advice in self.supporting),
+            *(f"  it is not: {advice}" for advice in self.opposing),
+            "  A control decides: the same run and seeds, sampled by the training stack itself or "
+            "by the engine in its precision (here rollout.precision=exact).",
+        ]
+
 
 def collapse_signs(series: Series) -> CollapseSigns | None:
     """Look for the signs; None if the reward was not recorded, or ends above half its best.

@@ -13,6 +13,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="torch is not installed")
 
+import dcmdp_jax  # noqa: E402
 from dcmdp_jax.algorithm import discrepancy, dual, penalties  # noqa: E402
 from dcmdp_jax.algorithm.remedies import Tokens  # noqa: E402
 from dcmdp_jax.integrations import dc_grpo_torch as module  # noqa: E402
@@ -152,6 +153,23 @@ def test_a_token_without_a_logprob_is_neither_penalized_nor_counted():
     assert metrics["mean"] == pytest.approx(0.1, abs=1e-6)
 
 
+@pytest.mark.parametrize("side", [0, 1])
+def test_probabilities_in_place_of_log_probs_are_refused(side):
+    """Clamped at 0 they would be a discrepancy of 0, and lambda would never rise."""
+    log_probs = [torch.log(torch.tensor([[0.5, 0.25]])), torch.log(torch.tensor([[0.5, 0.5]]))]
+    mask = torch.tensor([[1, 0]])
+    dc_grpo = DcGrpo(tolerance=0.1)
+    given = list(log_probs)
+    given[side] = given[side].exp()
+    name = ("train", "rollout")[side]
+    with pytest.raises(ValueError, match=f"{name}_logprobs is 0.5 .* not probabilities"):
+        dc_grpo.penalize(torch.ones(1), *given, mask)
+    assert dc_grpo.history == []
+    # Outside of the mask, or above 0 by rounding alone, nothing is refused.
+    given[side] = log_probs[side] + torch.tensor([[0.6936, 5.0]])
+    dc_grpo.penalize(torch.ones(1), *given, mask)
+
+
 def test_the_state_is_json_and_comes_back(tmp_path):
     dc_grpo = DcGrpo(tolerance=0.01, multiplier=0.25, history=[0.5, 0.25])
     dc_grpo.save(tmp_path)
@@ -176,6 +194,7 @@ def test_the_state_is_json_and_comes_back(tmp_path):
     ("options", "message"),
     [
         ({"tolerance": -1}, "tolerance is -1"),
+        ({"tolerance": "1e-3"}, "tolerance is '1e-3': must be a number .YAML: 0.001"),
         ({"tolerance": 0.1, "multiplier": 2}, "multiplier is 2"),
         ({"tolerance": 0.1, "maximum": float("inf")}, "finite maximum=inf"),
         ({"tolerance": 0.1, "measure": "kl"}, "measure='kl'"),
@@ -199,6 +218,18 @@ def test_it_imports_neither_jax_nor_the_rest_of_the_package():
         f"dcmdp_jax.{name}" for name in ("integrations", "integrations.dc_grpo_torch", "record")
     ]
     assert said.splitlines() == ["[]", str([*own, "dcmdp_jax.version"])]
+
+
+def test_a_torch_tensor_with_a_gradient_is_sent_to_this_module_by_the_loss_in_jax():
+    train = torch.full((2, 1), -0.5, requires_grad=True)
+    others = [torch.full((2, 1), -0.5)] * 2 + [
+        torch.ones(2, 1),
+        torch.ones(2),
+        torch.zeros(2).int(),
+    ]
+    message = "train_logprobs is a torch tensor with a gradient.*integrations.dc_grpo_torch"
+    with pytest.raises(ValueError, match=message):
+        dcmdp_jax.dc_grpo_loss(train, *others, multiplier=0.1, tolerance=0.1)
 
 
 def test_log_probs_in_float16_are_refused_and_in_bfloat16_have_a_finite_gradient():

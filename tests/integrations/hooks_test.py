@@ -110,6 +110,8 @@ def test_slimes_bad_input_is_refused(monkeypatch):
     )
     with pytest.raises(ValueError, match=f"no log_probs: set {flags}"):
         slime_hooks.dc_grpo_advantages(args, _slime_batch() | {"log_probs": None})
+    with pytest.raises(ValueError, match="set sample.rollout_log_probs in --custom-generate-funct"):
+        slime_hooks.dc_grpo_advantages(args, _slime_batch() | {"rollout_log_probs": None})
     # Five tokens in all, cut elsewhere: token by token they would be of other samples.
     for name, other in (
         ("loss_masks", torch.ones(6, dtype=torch.int)),
@@ -121,6 +123,14 @@ def test_slimes_bad_input_is_refused(monkeypatch):
             slime_hooks.dc_grpo_advantages(args, batch)
     with pytest.raises(ValueError, match="1 rewards of 2 samples: must be one of each"):
         slime_hooks.dc_grpo_advantages(args, _slime_batch() | {"rewards": [1.0]})
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"), [({}, "'tolerance'"), ({"tolerence": 0.1}, "argument 'tolerence'")]
+)
+def test_prime_rls_settings_are_named_as_kwargs_of_its_loss(settings, problem):
+    with pytest.raises(ValueError, match=f"kwargs of .trainer.loss.: .*{problem}"):
+        prime_rl_loss.DcGrpoLoss(**settings)
 
 
 def test_slimes_recipe_sets_the_function_that_its_arguments_ask_for_and_it_changes_nothing():

@@ -7,7 +7,9 @@ import functools
 import json
 import math
 import os
+import re
 import runpy
+import textwrap
 from pathlib import Path
 
 import numpy as np
@@ -281,6 +283,43 @@ def test_the_probe_reads_what_the_trainer_recorded(run):
     )
 
 
+def test_the_class_of_the_page_records_each_batch_with_its_weighted_reward(tmp_path, monkeypatch):
+    page = Path(__file__).resolve().parents[2] / "docs" / "probe.md"
+    block = re.search(r"^TRL, with .*\n\n((?:    .*\n|\n)+)", page.read_text(), re.M).group(1)
+    monkeypatch.chdir(tmp_path)
+    names = {}
+    exec(textwrap.dedent(block), names)
+    tokenizer = build_tokenizer()
+    # With two updates a batch TRL keeps the old log-probs, as it does with vLLM.
+    sizes = dict(per_device_train_batch_size=8, num_generations=4, max_completion_length=TOKENS)
+    arguments = GRPOConfig(
+        output_dir=str(tmp_path / "out"),
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+        logging_steps=1,
+        max_steps=2,
+        num_iterations=2,
+        reward_weights=[0.5, 2.0],
+        **sizes,
+    )
+    trainer = names["Recorded"](
+        model=copy.deepcopy(_warmed_up()),
+        args=arguments,
+        train_dataset=Dataset.from_list(_problems()),
+        processing_class=tokenizer,
+        reward_funcs=[_reward, lambda completions, **_: [1.0] * len(completions)],
+        rollout_func=RoundedEngine(tokenizer),
+    )
+    trainer.train()
+    files = sorted((tmp_path / "recordings").rglob("*.jsonl"))
+    rewards = [json.loads(line)["reward"] for line in files[0].open()]
+    logged = trainer.state.log_history[0]
+    assert len(rewards) == 8 and min(rewards) >= 2.0
+    assert np.mean(rewards) == pytest.approx(logged["reward"], abs=1e-6)
+
+
 def test_the_fused_loss_of_liger_is_refused(tmp_path):
     args = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, report_to=[], bf16=False)
     args.use_liger_kernel = True
@@ -297,6 +336,11 @@ def test_an_engine_that_reports_no_logprobs_is_refused_before_anything_is_loaded
         options["args"] = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False)
     with pytest.raises(ValueError, match="DcGrpoTrainer: use_vllm=False: transformers reports no"):
         DcGrpoTrainer(dc_grpo=DcGrpo(**SETTINGS), model="none", reward_funcs=[len], **options)
+
+
+def test_a_tolerance_in_place_of_its_object_is_refused():
+    with pytest.raises(ValueError, match="dc_grpo is 0.0037: must be DcGrpo.tolerance=...."):
+        DcGrpoTrainer(dc_grpo=0.0037, model="none", reward_funcs=[len])
 
 
 def test_importance_weights_on_top_of_the_penalty_are_a_warning(caplog):
@@ -316,7 +360,15 @@ def test_the_example_learns_with_and_without_the_penalty_and_records_both(
     example = Path(__file__).resolve().parents[2] / "examples" / "trl_dc_grpo.py"
     runpy.run_path(str(example), run_name="__main__")
     *_, grpo, dc_grpo, last = capsys.readouterr().out.splitlines()
-    tolerance = float(last.removeprefix("c = "))
+    tolerance = float(last.removeprefix("c = ").partition(",")[0])
+    # The probe's rule on the recording: 1.25 times the mean over all tokens.
+    from dcmdp_jax.probe.columns.over_training import find_files, read_run
+    from dcmdp_jax.probe.columns.recording_files import LeftOut
+
+    files = find_files(["runs/trl/grpo_recordings"], LeftOut())
+    found = read_run(files, LeftOut(), max_tokens=10**6)
+    assert tolerance == pytest.approx(1.25 * found.pairs.discrepancy.mean(), abs=1e-4)
+    assert found.over_training.has_rewards and found.over_training.steps[-1].reward > 0.9
     for line, name in ((grpo, "grpo"), (dc_grpo, "dc_grpo")):
         said, before, after, discrepancy, multiplier = line.split()
         assert said == name

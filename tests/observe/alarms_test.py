@@ -316,4 +316,4 @@ def test_every_alarm_says_what_to_do():
         changed = {metric: (STEPS, np.full(50, value)) for metric, value in values.items()}
         (alarm,) = alarms(CLEAN | changed)
         assert alarm.name == name and alarm.text.endswith(".") and "\n" not in alarm.text
-        assert any(word in alarm.text for word in ("Raise", "Run ", "Push", "Check", "Sample"))
+        assert any(word in alarm.text for word in ("Raise", "Repair", "Push", "Check", "Sample"))

@@ -224,6 +224,8 @@ def _agreeing(evidence: Evidence) -> Finding:
     if evidence.floor and evidence.mean <= evidence.floor:
         bound = f"the noise floor {evidence.floor:.2g}"
     line = f"Mean |p - q| {evidence.mean:.2g} is within {bound}."
+    if evidence.mean == 0:
+        line += " The columns are equal: one column recorded twice? verl: bypass_mode."
     surprise = evidence.surprise
     if np.isnan(surprise.mean):
         return _say(

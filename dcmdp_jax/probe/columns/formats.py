@@ -93,27 +93,34 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
     """The framework that wrote a file, by the names of its columns; None for a file without rows.
 
     Raises:
-        UserError: with the keys found and the formats tried, if none knows them, or the file is not
-            readable.
+        UserError: with the keys found and the formats tried, or the column that the nearest one
+            lacks, if none knows them; if the file is not readable.
     """
     keys = _keys(path, left_out)
     if not keys:
         return None
-    for name, candidate in FORMATS.items():
-        if candidate.keys <= set(keys):
-            row = next(_file_rows(path, candidate, left_out), None)
-            if row is None:
-                return None
-            framework = name
-            if name == "recorder":
-                framework = str(row.get("framework") or "columns")
-            return RecordedFile(
-                path=path,
-                framework=framework,
-                step_rank=candidate.step_rank(path, row),
-            )
+    lacking = {name: sorted(file_format.keys - set(keys)) for name, file_format in FORMATS.items()}
+    framework = min(lacking, key=lambda name: len(lacking[name]))
+    missing = lacking[framework]
+    nearest = FORMATS[framework]
+    if not missing:
+        row = next(_file_rows(path, nearest, left_out), None)
+        if row is None:
+            return None
+        if framework == "recorder":
+            framework = str(row.get("framework") or "columns")
+        return RecordedFile(
+            path=path,
+            framework=framework,
+            step_rank=nearest.step_rank(path, row),
+        )
 
     listed = shorten_name(", ".join(map(str, keys)))
+    if 2 * len(missing) < len(nearest.keys):
+        raise UserError(
+            f"{path}: looks like {framework}, column {', '.join(missing)} is missing; another name "
+            f"is given by --train-column, --rollout-column and so on. Keys found: {listed}"
+        )
     if path.suffix != ".pt":
         _refuse_columns(path, keys, listed, left_out)
     formats = "; ".join(
@@ -238,8 +245,14 @@ def _keys(path: Path, left_out: LeftOut) -> list[str]:
 def _file_rows(path: Path, file_format: Format, left_out: LeftOut) -> Iterator[Cells]:
     if path.suffix == ".pt":
         payload = _load_torch(path)
+        # Of the whole rollout, before samples are filtered out.
+        rewards = dict(enumerate(payload.get("raw_reward") or []))
         for sample in payload["samples"]:
-            yield {**sample, "rollout_id": payload.get("rollout_id")}
+            yield {
+                **sample,
+                "rollout_id": payload.get("rollout_id"),
+                "reward": rewards.get(sample.get("rollout_position")),
+            }
         return
     optional = [*file_format.optional.values(), *_PLACE, *_SHOWN]
     if file_format.source:
@@ -273,6 +286,9 @@ _SHOWN = ("reward", "advantage", "advantages", "prompt_id", "prompt_token_ids")
 
 def _nemo_row(row: Cells) -> None:
     """NeMo-RL writes each row as a batch of one: every cell is in a list of its own."""
+    rewards = row.get("rewards")
+    if isinstance(rewards, list) and len(rewards) == 1:
+        row["reward"] = rewards[0]
     for name in (
         "token_ids",
         "token_loss_mask",

@@ -99,9 +99,14 @@ class OverTraining:
     tolerance_from: str
     collapse: CollapseSigns | None
 
+    @property
+    def has_rewards(self) -> bool:
+        """Whether every step has a reward."""
+        return not np.isnan([step.reward for step in self.steps]).any()
+
     def without_recommendation(self) -> "OverTraining":
         """The same where no c is recommended: without the alarms that compare with one."""
-        if not self.tolerance_from.startswith("recommended"):
+        if not self.tolerance_from.startswith("of the first"):
             return self
         alarms = tuple(alarm for alarm in self.alarms if alarm.name not in OF_A_BUDGET)
         return dataclasses.replace(self, alarms=alarms, tolerance=np.nan, tolerance_from="")
@@ -377,7 +382,9 @@ def _over_training(
         tokens = np.array([statistics.tokens for statistics in first], np.float64)
         mean = np.average([statistics.mean for statistics in first], weights=tokens)
         tolerance = recommend(float(mean), floor=None, defect=None).tolerance
-        origin = f"recommended for the first {len(first)} steps"
+        origin = (
+            f"of the first {len(first)} steps, so that a rise shows; train with the recommended c"
+        )
 
     if not is_own and np.isfinite(tolerance):
         numbers = np.array([step.step for step in steps])

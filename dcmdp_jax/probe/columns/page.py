@@ -197,10 +197,13 @@ def _over_training(over: over_training.OverTraining) -> list[str]:
     largest = max(means, key=means.get)
     first = over.steps[0].step
     last = over.steps[-1].step
-    lines = [
-        f"over {len(means)} steps: mean |p - q| {means[first]:.3g} in step {first}, "
-        f"{means[last]:.3g} in step {last}, at most {means[largest]:.3g} in step {largest}"
-    ]
+    course = f"mean |p - q| {means[first]:.3g} in step {first}"
+    if last != first:
+        course = (
+            f"over {len(means)} steps: {course}, "
+            f"{means[last]:.3g} in step {last}, at most {means[largest]:.3g} in step {largest}"
+        )
+    lines = [course]
     for heading, slices in (("by rank", over.ranks), ("by source", over.sources)):
         if slices:
             values = ", ".join(f"{named.name} {named.mean:.3g}" for named in slices)
@@ -213,7 +216,13 @@ def _over_training(over: over_training.OverTraining) -> list[str]:
     if not over.alarms:
         heading += " none"
     lines.append(heading)
-    return lines + [f"  {alarm.name}: {alarm.text}" for alarm in over.alarms]
+    lines += [f"  {alarm.name}: {alarm.text}" for alarm in over.alarms]
+
+    if not over.has_rewards:
+        lines.append("no reward in this recording: whether it collapsed is not judged")
+    if over.collapse:
+        lines += over.collapse.lines
+    return lines
 
 
 def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
@@ -223,15 +232,14 @@ def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
     over = analysis.over_training
     if over is None or len(over.steps) < 2:
         return None
-    rewards = [step.reward for step in over.steps]
-    with_rewards = not np.isnan(rewards).any()
-    figure, panels = make_figure(5.4 * (1 + with_rewards), 4.0, columns=1 + with_rewards)
+    columns = 1 + over.has_rewards
+    figure, panels = make_figure(5.4 * columns, 4.0, columns=columns)
     axes = panels[-1]
     steps = [step.step for step in over.steps]
-    if with_rewards:
+    if over.has_rewards:
+        rewards = [step.reward for step in over.steps]
         panels[0].plot(steps, rewards, "o-", color=COLORS[2], markersize=3)
         style_axes(panels[0], x="step", y="mean reward")
-        panels[0].xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     for name, color in (("mean", COLORS[0]), ("p99", COLORS[1])):
         values = [getattr(step.statistics, name) for step in over.steps]
         axes.plot(steps, values, "o-", color=color, markersize=3, label=name)
@@ -239,7 +247,8 @@ def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
     if c > 0:
         axes.axhline(c, color=INK, linestyle="--", linewidth=1.2, label=f"c {c:.2g}")
     style_axes(axes, x="step", y="|p - q|", legend=True)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for panel in panels:
+        panel.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     return figure
 
 

@@ -108,6 +108,8 @@ def checked_row(
     for kind in ("train", "rollout", "entropy"):
         if kind in row:
             finite &= np.isfinite(row[kind])
+            if not left_out.first and not finite[sampled].all():
+                left_out.first = f"{where}: {getattr(columns, kind)}"
     left_out.tokens += int((sampled & ~finite).sum())
     sampled &= finite
 

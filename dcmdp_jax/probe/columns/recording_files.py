@@ -29,17 +29,20 @@ class LeftOut:
 
     Attributes:
         tokens: sampled tokens of which a log-prob or an entropy is null, NaN or infinite.
+        first: file, row and column of the first of them.
         unfinished: files that end in the middle of a line or of a step, with the place.
     """
 
     tokens: int = 0
+    first: str = ""
     unfinished: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
         descriptions = []
         if self.tokens:
             descriptions.append(
-                f"{self.tokens:,} tokens whose log-prob or entropy is null, NaN or infinite"
+                f"{self.tokens:,} tokens whose log-prob or entropy is null, NaN or infinite, "
+                f"the first in {self.first}"
             )
         if self.unfinished:
             first, *others = self.unfinished
@@ -165,7 +168,7 @@ def _json_rows(path: Path, options: Mapping[str, str], left_out: LeftOut) -> "It
         try:
             row = json.loads(line.decode("utf-8-sig"), object_pairs_hook=_Object)
         except (ValueError, RecursionError) as error:
-            expected = f"valid JSON ({shorten_name(str(error))})"
+            expected = f"valid JSON ({shorten_name(str(error))}); a recording has an object a line"
             cut = unfinished
             if isinstance(error, UnicodeDecodeError):
                 expected = f"UTF-8 ({error}); save the file in UTF-8"

@@ -7,6 +7,7 @@ import gzip
 import json
 import os
 import shutil
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -133,7 +134,8 @@ def test_the_alarms_run_over_the_steps(tmp_path):
     for step in range(30):
         _recorded(tmp_path, steps=[step], size=0.01 if step < 25 else 0.2)
     over = _read(tmp_path).over_training
-    # c is recommended for the first five steps: 1.25 x 0.01, rounded up.
+    # That of the first five steps: 1.25 x 0.01, rounded up. All 30 have a mean of 0.0417.
+    assert "of the first 5 steps, so that a rise shows" in over.tolerance_from
     assert over.tolerance == pytest.approx(0.013) and "weight_sync" in [
         alarm.name for alarm in over.alarms
     ]
@@ -363,14 +365,15 @@ def test_a_run_directory_without_recordings_says_what_to_do(tmp_path, capsys):
 def test_what_a_framework_lacks_is_said_with_the_setting_that_gives_it(tmp_path):
     recorder = Recorder(tmp_path, "trl")
     ids = np.zeros((1, 2), int)
-    with pytest.raises(ValueError, match="no sampling_per_token_logps: set use_vllm=True"):
+    either = "no sampling_per_token_logps: set use_vllm=True, or return logprobs from rollout_func"
+    with pytest.raises(ValueError, match=either):
         record_trl(recorder, 0, {"completion_ids": ids, "old_per_token_logps": ids})
     # TRL's default, use_vllm=False, computes neither: the other setting is True already.
     with pytest.raises(ValueError, match="no sampling_per_token_logps: set use_vllm=True"):
         record_trl(recorder, 0, {"completion_ids": ids, "completion_mask": ids})
-    with pytest.raises(
-        ValueError, match="no old_per_token_logps: set vllm_importance_sampling_correction=True"
-    ):
+    # With a rollout_func that setting is True already, by TRL's default.
+    setting = "vllm_importance_sampling_correction=True .with use_vllm.; with rollout_func pass old"
+    with pytest.raises(ValueError, match=f"no old_per_token_logps: set {setting}_logprobs, or "):
         record_trl(recorder, 0, {"completion_ids": ids, "sampling_per_token_logps": ids})
     with pytest.raises(ValueError, match="calculate_log_probs=True"):
         record_verl(recorder, 0, {"responses": ids})
@@ -500,6 +503,25 @@ def test_columns_of_other_names_are_found_by_their_cells(tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize(
+    ("recording", "format_name", "column"),
+    [
+        ("prime_rl/token_exports/step_0/rank_0.jsonl", "prime-rl", "trainer_logprobs"),
+        ("nemo_rl/train_data_step1.jsonl", "nemo-rl", "prev_logprobs"),
+        ("trl/step_1/rank_0.jsonl", "recorder", "rollout_logprobs"),
+    ],
+)
+def test_the_column_that_the_nearest_format_lacks_is_named(
+    recording, format_name, column, tmp_path
+):
+    row = json.loads((FIXTURES / recording).open().readline())
+    del row[column]
+    (tmp_path / "r.jsonl").write_text(json.dumps(row) + "\n")
+    missing = f"r.jsonl: looks like {format_name}, column {column} is missing; "
+    with pytest.raises(UserError, match=missing):
+        find_files([str(tmp_path / "r.jsonl")], LeftOut())
+
+
 def test_columns_of_the_recorders_names_are_read_without_flags(tmp_path, capsys):
     row = {"token_ids": [7, 8], "train_logprobs": [-0.5, -0.25], "rollout_logprobs": [-0.75, -0.25]}
     (tmp_path / "r.jsonl").write_text(json.dumps(row) + "\n")
@@ -555,6 +577,57 @@ def test_entropies_reach_the_recording_of_each_framework(tmp_path):
         assert _read(directory).pairs.entropies.tolist() == [0.5, 0.25]
 
 
+def test_each_framework_that_records_a_reward_is_judged_by_it_and_the_others_say_so(
+    tmp_path, capsys
+):
+    """A reward of a completion is 0 or 1 in turns; what NeMo-RL writes is a batch of one."""
+    for name in ("nemo_rl", "verl", "dcmdp"):
+        assert [step.reward for step in _read(FIXTURES / name).over_training.steps] == [0.5, 0.5]
+    code, said, _ = _probe(capsys, FIXTURES / "prime_rl", "--out", tmp_path)
+    line = "no reward in this recording: whether it collapsed is not judged"
+    assert code == 0 and line in said.splitlines()
+    assert line.capitalize() in (tmp_path / "probe.html").read_text()
+
+
+def test_verls_bypass_mode_is_named_by_the_recorder_and_by_the_verdict(tmp_path, capsys):
+    p = np.log(np.full((8, 32), 0.5, np.float32))
+    ones = np.ones((8, 32), int)
+    batch = {"responses": ones, "old_log_probs": p, "response_mask": ones}
+    with pytest.warns(UserWarning, match="bit for bit.*rollout_correction.bypass_mode=False"):
+        record_verl(Recorder(tmp_path / "r", "verl"), 1, batch | {"rollout_log_probs": p.copy()})
+    said = _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")[1]
+    assert "one column recorded twice? verl: bypass_mode" in said
+    # One step is said once.
+    assert "\nmean |p - q| 0 in step 1\n" in said and "over 1 steps" not in said
+    # One value of 256 differs in its last bit: no bypass.
+    other = p.copy()
+    other[0, 0] = np.nextafter(other[0, 0], 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        record_verl(Recorder(tmp_path / "s", "verl"), 1, batch | {"rollout_log_probs": other})
+
+
+def test_slimes_rewards_are_those_of_the_rollout_before_normalization(tmp_path):
+    torch = pytest.importorskip("torch", reason="slime's dumps are torch files")
+    payload = torch.load(FIXTURES / "slime" / "train_0.pt", weights_only=True)
+    # Two samples of the rollout were filtered out: their reward counts for nothing.
+    payload["raw_reward"] = [0.25] * len(payload["samples"])
+    payload["raw_reward"][:2] = [9.0, 9.0]
+    del payload["samples"][:2]
+    torch.save(payload, tmp_path / "train_0.pt")
+    [step] = _read(tmp_path).over_training.steps
+    assert step.reward == 0.25
+
+
+def test_skyrls_reward_is_the_sum_over_a_completions_tokens(tmp_path):
+    p = np.log(np.full((1, 3), 0.5))
+    batch = {"sequences": np.ones((1, 3), int), "loss_mask": np.ones((1, 3))}
+    batch |= {"action_log_probs": p, "rollout_logprobs": p, "advantages": np.ones(1)}
+    rewards = np.array([[0.25, 0.0, 0.5]])
+    record_skyrl(Recorder(tmp_path, "skyrl"), 1, batch | {"rewards": rewards})
+    assert _read(tmp_path).over_training.steps[0].reward == 0.75
+
+
 def test_the_reward_of_a_recording_is_shown_over_its_mismatch_with_the_signs(tmp_path, capsys):
     """Two completions a step: rewards of mean 0.75, then of 0.25 from step 9 on."""
     recorder = Recorder(tmp_path / "r", "trl")
@@ -567,7 +640,11 @@ def test_the_reward_of_a_recording_is_shown_over_its_mismatch_with_the_signs(tmp
     assert [step.reward for step in over.steps] == [0.75] * 8 + [0.25] * 4
     assert over.collapse.step == 9
     assert over.collapse.supporting[0].startswith("The discrepancy had doubled before")
-    assert _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")[0] == 0
+    code, said, _ = _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")
+    assert code == 0 and "no reward in this recording" not in said
+    alerts, signs = said.split("The reward fell below half its best in step 9")
+    assert "alerts over the steps" in alerts and "  it is: The discrepancy had doubled" in signs
+    assert "  A control decides: " in signs
     page = (tmp_path / "out" / "probe.html").read_text()
     assert "The reward fell below half its best in step 9: is the mismatch why?" in page
     assert "mean reward" in page and "The discrepancy had doubled before" in page

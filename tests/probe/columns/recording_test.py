@@ -83,6 +83,7 @@ def test_a_token_without_a_finite_log_prob_is_left_out_and_counted(tmp_path):
     assert found.left_out.tokens == 7 and str(found.left_out).startswith(
         "7 tokens whose log-prob or entropy is null"
     )
+    assert str(found.left_out).endswith(", row 0: train")
     assert found.pairs.entropies.tolist() == [1, 1, 2, 1, 3]
     # A row whose entropies were never known has none; its tokens count.
     found = _read(
@@ -329,7 +330,7 @@ def test_files_that_are_no_recording(tmp_path):
         ):
             read_recording(tmp_path / name, _COLUMNS, max_tokens=9)
     (tmp_path / "c.jsonl").write_text("{\n")
-    with pytest.raises(UserError, match="line 1: not valid JSON"):
+    with pytest.raises(UserError, match="line 1: not valid JSON.*an object a line"):
         read_recording(tmp_path / "c.jsonl", _COLUMNS, max_tokens=9)
     with pytest.raises(FileNotFoundError):
         read_recording(tmp_path / "d.jsonl", _COLUMNS, max_tokens=9)
