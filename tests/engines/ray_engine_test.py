@@ -136,7 +136,7 @@ def test_a_killed_actors_part_is_sampled_by_the_other_one(engine, undisturbed, c
     kill = _once(lambda: os.kill(first[1], signal.SIGKILL))
     assert_same_samples(undisturbed, sample(engine, MANY, SAMPLED, seed=1, step=1, on_pull=kill))
     assert [message for message in _warnings(caplog) if "restart" in message] == [
-        f"vLLM replica 1 sidecar: generate: the actor is gone (ActorDiedError) ({first[0]}); "
+        f"vLLM replica 1 process: generate: the actor is gone (ActorDiedError) ({first[0]}); "
         "restart 1 in 0.5 s"
     ]
 
