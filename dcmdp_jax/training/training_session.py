@@ -223,7 +223,7 @@ def open_session(
                 f"config.training.steps: got {config.training.steps}, the run in {config.run_dir} "
                 f"has already done {step}; raise it or choose another run_dir"
             )
-        with activity("opening metrics and sample files"):
+        with activity("opening metrics and samples"):
             writer = NoWriter()
             if hosts.is_writer:
                 writer = stack.enter_context(_open_records(run, step, resumed=began.resumed))

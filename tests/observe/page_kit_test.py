@@ -26,7 +26,7 @@ _CONTENT = {
     "labels": ["<b>"],
     "facts": [Fact(name="<i>", value="1 & 2", details='"')],
     "problems": ["</li>"],
-    "collapses": [{"step": 3, "supporting": ["<s>"], "opposing": []}],
+    "collapses": [{"lines": ["<h>", "<s>"], "supporting": ["<s>"], "opposing": []}],
     "verdicts": [{"lambda": "</p>"}],
     "provenance": [],
     "figures": [('<b>"', inline_svg(_figure("</svg><b>")))],
