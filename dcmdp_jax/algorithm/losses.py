@@ -220,7 +220,7 @@ def policy_loss(
 def sequence_log_ratio(
     train_logprobs: Float[Array, "R L"], old_logprobs: Float[Array, "R L"], where: CompletionIndex
 ) -> Float[jax.Array, "R L"]:
-    """Mean log-ratio of a token's completion in value, the token's own in gradient; clamped."""
+    """Mean log-ratio of each token's completion, with the gradient of the token's own; clamped."""
     require_same_shape(
         train_logprobs=train_logprobs,
         old_logprobs=old_logprobs,
@@ -232,9 +232,9 @@ def sequence_log_ratio(
     old = stop_gradient(jnp.where(mask, jnp.asarray(old_logprobs, jnp.float32), 0.0))
     difference = stats.log_difference(train, old)
     means = completion_means(stop_gradient(difference), where)
-    # difference - stop_gradient(difference) is 0 with gradient 1.
-    drift = difference - stop_gradient(difference)
-    return stats.clamp(gather_to_tokens(means, where.index) + drift, stats.MAX_LOG_RATIO)
+    # The value is 0, the gradient is that of `difference`.
+    gradient_only = difference - stop_gradient(difference)
+    return stats.clamp(gather_to_tokens(means, where.index) + gradient_only, stats.MAX_LOG_RATIO)
 
 
 def aggregation_weights(

@@ -225,6 +225,7 @@ def check_values(kind: str, function: Function) -> None:
         variables: dict[str, jax.Array], constants: Tokens
     ) -> tuple[jax.Array, tuple[Any, Any]]:
         """Sum of the first term; all terms and the values of the statistics beside it."""
+        # `jit` traces every field, but the number of completions has to stay a Python number.
         constants = constants._replace(num_completions=tokens.num_completions)
         result, statistics = split(function(constants._replace(**variables)))
         terms = _named(kind, result)

@@ -78,12 +78,12 @@ def main(argv: list[str]) -> None:
         return
 
     saved = saved_model.find_model(arguments.model, arguments.step)
-    of_a_run = saved.run_dir is not None
-    origin = "paper"
-    if of_a_run:
-        origin = "run"
+    is_run = saved.run_dir is not None
+    defaults_source = "paper"
+    if is_run:
+        defaults_source = "run"
         failures.keep_tracebacks_in(saved.run_dir)
-    changes = evaluation_setup.asked_settings(overrides, of_a_run=of_a_run)
+    changes = evaluation_setup.asked_settings(overrides, of_a_run=is_run)
     config = load.for_sampling(saved.settings, changes)
     policy = saved_model.Policy.of(saved, config)
     task, overlaps = read_tasks(policy, arguments.overlap)
@@ -110,13 +110,14 @@ def main(argv: list[str]) -> None:
         results = _evaluate(task, saved, setup, top_p, log)
         record = evaluation_record(method, header, results, task.held_out, overlaps, seed=seed)
         write_json(out, record)
+        # An evaluation that is left before this line can be continued from its log.
         log.close_finished()
 
     print(format_table(method, results, seed=seed))
     print(
         f"at most {config.rollout.max_completion_tokens} tokens, temperature "
         f"{config.evaluation.temperature:g}, top_p {top_p:g}, top_k {config.rollout.top_k}: the "
-        f"{origin}'s where they are not given"
+        f"{defaults_source}'s where they are not given"
     )
     dropped = []
     for held_out_task, prompts in task.held_out:

@@ -57,9 +57,10 @@ def console(name: str = "") -> NoReturn:
 
 
 def _command(name: str) -> Callable:
-    """Import a command.
+    """Import a command's `main`.
 
-    Where its arguments are wrong or its imports are missing, return what says so in one line.
+    Where its arguments are wrong or its imports are missing, return a function that raises a
+    `UserError` of one line in its place, for `run_main` to print.
     """
     try:
         _check_arguments(name)

@@ -116,6 +116,7 @@ def check_range(declaration: Declared, value: Any, name: str) -> None:
         bound = f"at most {high}"
         if number < low:
             bound = f"at least {low}"
+            # The declared reason is that of the minimum.
             if declaration.about.why:
                 bound += f" ({declaration.about.why})"
         raise UserError(f"config.{name}: got {number}, must be {bound}")

@@ -508,7 +508,7 @@ class _Chat:
 
 
 def _words(value: Any) -> list[str]:
-    """What a value is written with, in order."""
+    """The names and values inside a value as texts, in order; an empty text with its quotes."""
     words = []
     if isinstance(value, Mapping):
         for name, entry in value.items():

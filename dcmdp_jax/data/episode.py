@@ -141,7 +141,7 @@ def common_columns(
         shapes = {name: values.shape[1:] for name, values in columns[0].items()}
     for i, (arrays, length) in enumerate(zip(columns, lengths, strict=True)):
         for name in sorted(arrays.keys() | shapes.keys()):
-            declared_column(name)
+            declared_column(name)  # raises for a name that is not declared
             shape = None
             if name in arrays:
                 shape = arrays[name].shape

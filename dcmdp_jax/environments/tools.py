@@ -46,7 +46,9 @@ class Tools:
         self._format = CallFormat(*call_format)
         self._longest = longest
         module, _, names = name.removeprefix("tools:").rpartition(":")
-        functions = [load_object(f"{module}:{name}", "function") for name in names.split(",")]
+        functions = []
+        for function_name in names.split(","):
+            functions.append(load_object(f"{module}:{function_name}", "function"))
         for function in functions:
             schema = get_json_schema(function)
             self._schemas.append(schema)

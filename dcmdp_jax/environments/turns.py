@@ -114,7 +114,8 @@ def answer_text(
         ends: `end_texts` of all tokens that end turns; None for those of all special tokens.
 
     Raises:
-        RewardError: in one line, if it can't, or leaves one of the two out.
+        RewardError: in one line, if the template can't render the answers, or leaves out the turn or
+            an answer.
     """
     role = messages[0]["role"]
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
@@ -124,7 +125,8 @@ def answer_text(
 
     try:
         after = after_turn(messages)
-        # What stands before the answer, whose own text may hold anything.
+        # The text between the turn and the first answer. An end token is searched for in it alone:
+        # an answer may hold the text of one.
         header = after_turn([{**messages[0], "content": _MARK}]).partition(_MARK)[0]
     except Exception as error:  # templates raise what they like
         raise RewardError(
@@ -136,7 +138,7 @@ def answer_text(
             f"(role {role!r}); it must write both for task.environment"
         )
 
-    # Where a template writes by the content, the header is what both renderings share.
+    # A template may write another header for another content: then only what both share counts.
     header = os.path.commonprefix([header, after])
     if not ends:
         ends = end_texts(tokenizer)

@@ -210,7 +210,7 @@ def evaluate(
         repeated_problems += [problem] * size
     scoring = BatchScoring(evaluator.scorer, evaluator.tokenizer, repeated_problems, state)
 
-    # On several hosts, one may have no prompts of a short task.
+    # On several hosts, one may have no prompts of a short task: its arrays have no rows.
     lengths = np.zeros(shape, np.int32)
     truncated = np.zeros(shape, bool)
     if problems:
@@ -231,7 +231,10 @@ def evaluate(
     totals = scores.totals
     # Rewards without weight still measure: sum them instead.
     if not any(reward.weight for reward in evaluator.scorer.rewards):
-        totals = np.nansum([*scores.values.values()], axis=0)
+        reward_columns = list(scores.values.values())
+        totals = np.nansum(reward_columns, axis=0)
+
+    # Only `math` finds answers and grades them.
     answers = np.full(shape, None)
     unparsed = np.zeros(shape, bool)
     unjudged = {f"verifier_{name}": 0 for name in UNJUDGED}
@@ -240,6 +243,8 @@ def evaluate(
         answers = np.array(read_answers, object).reshape(shape)
         unparsed = np.equal(answers, None)
         unjudged = {f"verifier_{name}": getattr(scores.grades, name) for name in UNJUDGED}
+
+    # The values of a single reward are the scores.
     values = {}
     if len(scores.values) > 1:
         values = {name: column.reshape(shape) for name, column in scores.values.items()}

@@ -89,6 +89,7 @@ def token_discrepancy(
         )
     train = train_logprobs.detach().float()
     rollout = rollout_logprobs.detach().float()
+    # Half precision may round a log-prob to above 0, where p would be above 1.
     if measure == "diff":
         train = train.clamp(max=0.0)
         rollout = rollout.clamp(max=0.0)
@@ -98,6 +99,7 @@ def token_discrepancy(
     log_ratio = clamped_log_ratio(train, rollout)
     if sided == "one":
         log_ratio = log_ratio.clamp(min=0.0)
+    # |p - q| = max(p, q) (1 - exp(-|log p - log q|)), which keeps the digits of a small difference.
     if measure == "diff":
         return torch.maximum(train, rollout).exp() * -torch.expm1(-log_ratio.abs())
     if measure == "ratio":

@@ -92,14 +92,15 @@ def register(
             data = penalized(data)
         return data
 
-    # Imported first: the import copies `compute_advantage` by name.
+    # Imported before the replacement: the module copies `compute_advantage` by name, and
+    # `_replace` reaches only copies that exist.
     utils = _session_utils()
     _replace(original, compute_advantage)
     if utils is None:
         return
-    of_sessions = utils.compute_advantage_for_multi_trajectories
+    original_of_sessions = utils.compute_advantage_for_multi_trajectories
 
-    @functools.wraps(of_sessions)
+    @functools.wraps(original_of_sessions)
     def compute_advantage_of_sessions(
         data: Any,
         batch_keys: Any,
@@ -108,12 +109,13 @@ def register(
         **options: Any,
     ) -> Any:
         if adv_estimator != NAME:
-            return of_sessions(data, batch_keys, adv_estimator, *args, **options)
-        # verl counts a session of several outputs once under its own estimator alone.
+            return original_of_sessions(data, batch_keys, adv_estimator, *args, **options)
+        # Under its own GRPO alone verl counts a session of several outputs once, so it gets that
+        # name; its advantages are then penalized like ours.
         grpo = core_algos.AdvantageEstimator.GRPO
-        return penalized(of_sessions(data, batch_keys, grpo, *args, **options))
+        return penalized(original_of_sessions(data, batch_keys, grpo, *args, **options))
 
-    _replace(of_sessions, compute_advantage_of_sessions)
+    _replace(original_of_sessions, compute_advantage_of_sessions)
 
 
 def register_recorder(recorder: Recorder, *, first_step: int = 1) -> None:
@@ -127,18 +129,19 @@ def register_recorder(recorder: Recorder, *, first_step: int = 1) -> None:
     from verl.trainer.ppo import ray_trainer
 
     steps = itertools.count(first_step)
-    calls = 0  # the function for sessions calls the other, with some of the rows
+    # The function for sessions calls the other with some of the rows: only the outer is recorded.
+    depth = 0
 
     def recorded(original: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(original)
         def compute(*args: Any, **options: Any) -> Any:
-            nonlocal calls
-            calls += 1
+            nonlocal depth
+            depth += 1
             try:
                 data = original(*args, **options)
             finally:
-                calls -= 1
-            if calls == 0:
+                depth -= 1
+            if depth == 0:
                 record_verl(recorder, next(steps), data.batch, data.non_tensor_batch)
             return data
 
@@ -147,8 +150,8 @@ def register_recorder(recorder: Recorder, *, first_step: int = 1) -> None:
     utils = _session_utils()
     _replace(ray_trainer.compute_advantage, recorded(ray_trainer.compute_advantage))
     if utils is not None:
-        of_sessions = utils.compute_advantage_for_multi_trajectories
-        _replace(of_sessions, recorded(of_sessions))
+        original_of_sessions = utils.compute_advantage_for_multi_trajectories
+        _replace(original_of_sessions, recorded(original_of_sessions))
 
 
 def _session_utils() -> Any:

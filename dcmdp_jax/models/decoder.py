@@ -190,8 +190,9 @@ class Attention(nnx.Module):
         attend: Attend,
         ops: Ops,
     ) -> tuple[Array, Any]:
+        """Output [B, T, D] of the normalized inputs x [B, T, D], and the cache of `attend`."""
         config = self.config
-        heads = (*x.shape[:2], -1, config.head_dim)
+        head_shape = (*x.shape[:2], -1, config.head_dim)
         query_width = config.num_heads * config.head_dim
         if self.gated:
             query_width *= 2
@@ -203,35 +204,37 @@ class Attention(nnx.Module):
 
         if self.fused:
             kv_width = config.num_kv_heads * config.head_dim
-            both, value = ops.split(self.qkv(x), query_width + kv_width, 2)
+            # Columns of queries come first in `qkv`, then those of keys and of values.
+            query_and_key, value = ops.split(self.qkv(x), query_width + kv_width, 2)
         if self.fused and config.family.qk_norm != "width" and not self.gated:
             # Norm and rotation are the same for queries and keys, so they take them as one array.
             scale = None
             if q_scale is not None:
                 scale = jnp.concatenate([q_scale, k_scale])
-            rotated = self._rotated(both.reshape(heads), scale, rotary, ops)
+            rotated = self._rotated(query_and_key.reshape(head_shape), scale, rotary, ops)
             query, key = ops.split(rotated, config.num_heads, 2)
         else:
             if self.fused:
-                query, key = ops.split(both, query_width, 2)
+                query, key = ops.split(query_and_key, query_width, 2)
             else:
                 query = self.q(x)
                 key = self.k(x)
                 value = self.v(x)
             if self.gated:
+                # Each head has its query, then its gate.
                 query = query.reshape(*x.shape[:2], config.num_heads, 2, config.head_dim)
                 query, gate = jnp.moveaxis(query, 3, 0)
             if config.family.qk_norm == "width":
                 query = self.q_norm(query)
                 key = self.k_norm(key)
-            query = self._rotated(query.reshape(heads), q_scale, rotary, ops)
-            key = self._rotated(key.reshape(heads), k_scale, rotary, ops)
+            query = self._rotated(query.reshape(head_shape), q_scale, rotary, ops)
+            key = self._rotated(key.reshape(head_shape), k_scale, rotary, ops)
 
         scalar = config.query_pre_attn_scalar
         if scalar not in (0, config.head_dim):
             # Kernels divide by sqrt(h).
             query = query * jnp.asarray(math.sqrt(config.head_dim / scalar), query.dtype)
-        attended, cache = attend(query, key, value.reshape(heads))
+        attended, cache = attend(query, key, value.reshape(head_shape))
         if self.gated:
             attended = attended * jax.nn.sigmoid(gate)
         return self.o(attended.reshape(*x.shape[:2], -1)), cache

@@ -80,7 +80,7 @@ def load_params(
         def load(
             path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, sharding: Sharding
         ) -> jax.Array:
-            tensors = names[tuple(entry.key for entry in path)]
+            tensor_names = names[tuple(entry.key for entry in path)]
             # Devices that hold the same part of a leaf get one reading of it.
             shards: dict[str, np.ndarray] = {}
 
@@ -103,13 +103,14 @@ def load_params(
                     for axis, size in zip(index, leaf.shape, strict=True):
                         ranges.append(range(size)[axis])
                     shards[key] = np.empty(list(map(len, ranges)), target)
-                    stacked = len(next(iter(tensors)))
-                    inner = tuple(slice(axis.start, axis.stop) for axis in ranges[stacked:])
-                    # Each stacked layer and expert is a tensor of its own in the file.
-                    offsets = np.ndindex(shards[key].shape[:stacked])
-                    members = itertools.product(*ranges[:stacked])
+                    # Each stacked layer and expert is a tensor of its own in the file. The key of a
+                    # tensor's name is its index on the stacked axes.
+                    num_stacked = len(next(iter(tensor_names)))
+                    inner = tuple(slice(axis.start, axis.stop) for axis in ranges[num_stacked:])
+                    offsets = np.ndindex(shards[key].shape[:num_stacked])
+                    members = itertools.product(*ranges[:num_stacked])
                     for offset, member in zip(offsets, members, strict=True):
-                        read(tensors[member], inner, shards[key][offset])
+                        read(tensor_names[member], inner, shards[key][offset])
                 return shards[key]
 
             return jax.make_array_from_callback(leaf.shape, sharding, shard, dtype=target)

@@ -281,11 +281,13 @@ def _staleness(series: Series) -> Iterator[str]:
             "algorithm.ratio_denominator=proximal."
         )
 
+    # Where delta compares with the weights of now, it holds the tokens' age too; else `lag` is 0.
     lag = _mixed_lag(series)
     over_budget = _over_budget(series)
     if lag and over_budget:
+        delta, tolerance = over_budget
         yield (
-            f"The discrepancy is {over_budget[0]:.3g} at a tolerance c of {over_budget[1]:.3g}, "
+            f"The discrepancy is {delta:.3g} at a tolerance c of {tolerance:.3g}, "
             f"and the tokens were sampled by weights up to {lag:.0f} steps old. Sync weights more "
             "often, or correct by importance weights."
         )

@@ -216,6 +216,7 @@ class MetricsWriter:
             values[name] = number
         self._append(METRICS_FILE, step, [values | {CLOCK: round(time.time(), 3)}])
 
+        # None once its files could not be written.
         tensorboard = self._live_tensorboard()
         if tensorboard is not None:
             for name, value in values.items():

@@ -124,11 +124,15 @@ def read_run(
         # A single replica has the directory vllm/ to itself.
         replica = path.parent.name.replace("vllm", "0")
         nodes[replica] = path.read_text(encoding="utf-8").splitlines()
+
+    # While the first steps measure c, what compares with c is a placeholder.
+    measured_steps = config.get("algorithm.tolerance_steps", 0)
     return RecordedRun(
         label=label or run_dir.resolve().name,
-        series=without_placeholder(series, config.get("algorithm.tolerance_steps", 0)),
+        series=without_placeholder(series, measured_steps),
         config=config,
         held_out=jsonl.read(run_dir / jsonl.HELD_OUT_FILE),
+        # They only describe the run: unlike elsewhere, a broken line is left out and no error.
         starts=jsonl.readable(run_dir / jsonl.STARTS_FILE),
         nodes=nodes,
     )

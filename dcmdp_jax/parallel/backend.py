@@ -108,16 +108,17 @@ def usable_cores() -> int:
 def compile_beside(program: Callable[[], object], name: str) -> Callable[[], None]:
     """Compile a program in a thread; return a function that waits for it.
 
-    JAX keeps what was compiled for the call that needs it, which also says what is wrong where this
-    failed, twice.
+    JAX caches the result for the call that needs the program. After a failure that call compiles
+    it, and raises what is wrong.
     """
 
     def run() -> None:
+        # Tried twice: on several hosts, the others wait for a process that compiles it later.
         for _ in range(2):
             try:
                 program()
                 return
-            except Exception:  # see above
+            except Exception:  # the call raises it
                 logger.debug("a program was not compiled ahead", exc_info=True)
 
     thread = threading.Thread(target=run, name=COMPILING + name)

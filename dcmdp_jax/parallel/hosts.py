@@ -339,7 +339,7 @@ class SeveralHosts(Hosts):
             error: why this process ends; None at the end of a run.
         """
         if _is_of_a_collective(error):
-            # It fails first where the connection to a process that died was open.
+            # If a process died, a collective with it fails before JAX finds out which one.
             self._monitor.wait_for_verdict()
         reason = None
         if error is not None:
@@ -348,8 +348,8 @@ class SeveralHosts(Hosts):
         try:
             jax.distributed.shutdown()
         finally:
-            # After all have met there. Python must not end while the thread is in C++: that aborts
-            # the process.
+            # After all processes have met in the shutdown. Python must not end while the monitor's
+            # thread is in C++: that aborts the process.
             self._monitor.close()
 
     def _exchange(self, values: np.ndarray) -> np.ndarray:

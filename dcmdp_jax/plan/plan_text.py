@@ -19,7 +19,7 @@ def describe_plan(plan: CompiledRun) -> str:
 
 
 def plan_record(plan: CompiledRun) -> dict[str, Any]:
-    """The same as a tree for JSON. Bytes are of one device."""
+    """The plan as a tree for JSON. Bytes are of one device."""
     packing = plan.run.placement.packing
     mesh = plan.run.placement.mesh
     phases = {}

@@ -123,10 +123,11 @@ class CompiledRun:
 
     @property
     def phases(self) -> list[Phase]:
-        """The compiled programs with the memory beside them, and the phases without a program."""
+        """The compiled programs as phases, then one by arithmetic: the weight sync or sampling."""
         phases = []
         for name, compiled in self.programs.items():
             phases.append(Phase(name=name, peak=compiled.peak, beside=self._beside(name)))
+        # An engine in this process: what it holds during a weight sync, by arithmetic.
         if self.engine is not None:
             synced = {}
             for component in self.run.placement.engine.memory.parts:
@@ -135,6 +136,7 @@ class CompiledRun:
             phases.append(Phase(name="weight_sync", beside=synced))
             return phases
 
+        # An engine in another process on the same devices: its share while it samples.
         share = _share(self.run.config)
         if share is not None and share.sampling:
             size = int(share.sampling * self.topology.chip.memory_gib * GIB)
@@ -298,6 +300,7 @@ def plan_step(run: PlannedRun) -> Lowerable:
         trace=functools.partial(programs.train_step.trace, state, batch, frozen),
         resident=resident_bytes,
         row_lengths=packing.row_lengths,
+        # Of the bucket with the fewest: an array of all logits is at least this large in each.
         tokens=min(predicted_tokens(packing, mesh)),
     )
 

@@ -270,7 +270,7 @@ def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) 
             for name in arguments.keys() & columns.keys():
                 arguments[name] = columns[name][row]
             model = arguments.pop("reward_model")
-            # verl's own reward managers take it from there.
+            # The column `reward_model` holds the answer, as for verl's own reward managers.
             if isinstance(model, Mapping):
                 arguments["ground_truth"] = model.get("ground_truth")
             arguments["solution_str"] = completion_text(completion)
@@ -281,6 +281,7 @@ def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) 
         if any(map(inspect.isawaitable, scores)):
             scores = asyncio.run(gathered(scores))
 
+        # A score is a number, or a dict of it and further values.
         results = []
         for row, score in enumerate(scores):
             result = {"score": score}
@@ -292,7 +293,7 @@ def _from_verl(compute_score: Callable[..., Any], signature: inspect.Signature) 
                     f"returned {shown(score)}, needs a number, or a dict with one under 'score'",
                     row,
                 )
-        # Every name of a row, in the order in which they come.
+        # Every name of any row, in the order of its first row; None for a row without it.
         for name in dict.fromkeys(itertools.chain.from_iterable(results)):
             if name != "score":
                 log_extra(str(name), [result.get(name) for result in results])

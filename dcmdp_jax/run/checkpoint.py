@@ -103,6 +103,9 @@ class _BestScores(preservation_policy.PreservationPolicy):
             score = _read_score(self.directory / str(info.step))
             if score is not None and not math.isnan(score.value):
                 scores.append((score, index))
+
+        # Checkpoints come oldest first, so the last score is the newest. Sorting puts the newer of
+        # two equal scores behind the other.
         ranked = []
         for score, index in scores:
             newest, _ = scores[-1]

@@ -47,20 +47,23 @@ def name_suffix(overrides: Mapping[str, Any], config: Config) -> str:
         overrides: dotted name -> value.
         config: the config with these values.
     """
-    fixed = {}
+    fixed_settings = {}
     text = ""
+    # Whether the text tells the values exactly; else the digest has to.
     plain = True
     for name, value in sorted(overrides.items()):
         if checks.may_change(name, config):
             continue
-        fixed[name] = value
+        fixed_settings[name] = value
         value_text = _name_value(value)
-        text += f"-{_short_name(name)}={_NOT_PLAIN.sub('_', value_text.rpartition('/')[2])}"
+        last_part = value_text.rpartition("/")[2]
+        text += f"-{_short_name(name)}={_NOT_PLAIN.sub('_', last_part)}"
+        # True and False have capitals, but differ without them too.
         if not (isinstance(value, bool) or _PLAIN.fullmatch(value_text)):
             plain = False
     if plain and len(text) <= _LONGEST_SUFFIX:
         return text
-    digest = hashlib.sha256(json.dumps(fixed).encode()).hexdigest()[:_DIGEST]
+    digest = hashlib.sha256(json.dumps(fixed_settings).encode()).hexdigest()[:_DIGEST]
     return f"{text[: _LONGEST_SUFFIX - _DIGEST - 1]}-{digest}"
 
 

@@ -88,9 +88,11 @@ def find_model(path: Path, step: int | None = None) -> SavedModel:
         path = hf_hub.model_directory(str(path))
     elif not path.is_dir():
         raise UserError(f"MODEL {path}: no such directory")
+
+    # A run, its `checkpoints`, or one of these.
     resolved = path.resolve()
-    names = resolved.name, resolved.parent.name
-    if (resolved / "checkpoints").is_dir() or "checkpoints" in names:
+    in_checkpoints = "checkpoints" in (resolved.name, resolved.parent.name)
+    if (resolved / "checkpoints").is_dir() or in_checkpoints:
         # Orbax takes seconds to import; only a checkpoint needs it.
         from dcmdp_jax.run.weights import find_params
 
@@ -103,13 +105,14 @@ def find_model(path: Path, step: int | None = None) -> SavedModel:
             checkpoint=saved,
             files=tuple(saved.path.iterdir()),
         )
+
     if step is not None:
         raise UserError(
             f"--step: got {step}, but {path} is no run directory; only a run's checkpoints have "
             "steps"
         )
     shape = hf_config.read_model_config(path)
-    narrow = set(hf_manifest.check_manifest(path, shape).dtypes) == {"BF16"}
+    stored_dtypes = set(hf_manifest.check_manifest(path, shape).dtypes)
     return SavedModel(
         name=name,
         shape=shape,
@@ -117,7 +120,7 @@ def find_model(path: Path, step: int | None = None) -> SavedModel:
         path=path,
         checkpoint=None,
         files=tuple(path.glob("*.safetensors")),
-        narrow=narrow,
+        narrow=stored_dtypes == {"BF16"},
     )
 
 

@@ -270,7 +270,7 @@ class Batches:
         return self._synced[1]
 
     def make(self, state: TrainState, step: int, timer: PhaseTimer) -> StepBatch:
-        """The batch of a step; the engine has the policy of `state`, which samples `step + lag`.
+        """The batch of a step. With a lag the policy of `state` begins to sample step `step + lag`.
 
         Args:
             state: after `step` steps.
@@ -287,12 +287,13 @@ class Batches:
                 rollout = self._rollouts.exchange(rollout)
             packed, metrics = self._pack(rollout, step)
         if step in NOISE_FLOOR_STEPS:
-            # c must be moved by the same number on all hosts.
+            # The largest of the hosts', as c must move by the same number on all; -1 is no floor.
             own_floor = -1.0 if sampled.floor is None else sampled.floor
             [floor] = self._hosts.largest(own_floor)
             if floor >= 0:
                 metrics["mismatch/noise_floor"] = floor
         if self._lag:
+            # Idle since the end of the batch before, if there was one.
             began = sampled.timer.spans[0][0]
             metrics["time/engine_idle"] = max(0.0, began - (self._sampled_until or began))
             self._sampled_until = sampled.timer.spans[-1][1]
@@ -303,6 +304,7 @@ class Batches:
             batch = self._score(params, packed.on_devices, metrics)
         if self._lag:
             self._keep(state.params, step)
+        # The engine's second log-probs say nothing about the batch's where `rescore` replaced these.
         scored_again = {}
         if self.programs.rescore is None:
             scored_again = sampled.scored

@@ -190,6 +190,7 @@ def make_train_step(
     Raises:
         UserError: in one line, for a function of a user that can't be loaded.
     """
+    # Loaded here, so that a function of a user that can't be loaded fails before the first step.
     _ = setup.remedies
 
     def step(state: TrainState, batch: Batch, frozen: Params | None) -> StepResult:

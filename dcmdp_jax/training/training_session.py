@@ -191,7 +191,7 @@ def open_session(
         programs: the step's programs, which compile while the weights are read.
         stop: result of `claimed_directory`.
         show: prints a line for people.
-        check: see `start.start`.
+        check: raises what should end a warm-up, such as an engine that does not start.
 
     Raises:
         Interrupted: after a signal in the warm-up.
@@ -215,9 +215,9 @@ def open_session(
         # The step compiles while the weights are read, unless it has a frozen policy to wait for.
         if not weights.has_frozen:
             compiled = programs.compile_ahead(hosts, None)
-        began = start(run, programs, checkpoints, stop, check, show)
+        beginning = start(run, programs, checkpoints, stop, check, show)
         release_freed_memory()
-        step = int(began.state.step)
+        step = int(beginning.state.step)
         if step > config.training.steps:
             raise UserError(
                 f"config.training.steps: got {config.training.steps}, the run in {config.run_dir} "
@@ -226,7 +226,7 @@ def open_session(
         with activity("opening metrics and samples"):
             writer = NoWriter()
             if hosts.is_writer:
-                writer = stack.enter_context(_open_records(run, step, resumed=began.resumed))
+                writer = stack.enter_context(_open_records(run, step, resumed=beginning.resumed))
 
         frozen = frozen_params(weights, checkpoints, step)
         if weights.has_frozen:
@@ -239,9 +239,9 @@ def open_session(
             writer=writer,
             frozen=frozen,
             compiled=compiled,
-            state=began.state,
-            prompts_taken=began.prompts_taken,
-            resumed=began.resumed,
+            state=beginning.state,
+            prompts_taken=beginning.prompts_taken,
+            resumed=beginning.resumed,
         )
         with activity("writing the last checkpoint"):
             checkpoints.wait()

@@ -182,9 +182,18 @@ def sample_tokens(
 
     Where the vocabulary is split, devices of a tensor group take an equal share of their rows each,
     with all of the vocabulary.
+
+    Args:
+        weights: the engine's tree.
+        hidden: [R, D], the last layer's.
+        words: [R, 2] uint32, random bits to draw with.
+        draw: temperature and top-p.
+        mode: see `choose_tokens`.
+        program: static arguments.
     """
+    # XLA would convert a quantized output matrix before the layers run, and hold it until here.
     output, hidden = convert_late({"output": decoder.output_kernel(weights)}, hidden, program)
-    values = logits(output, hidden)
+    token_logits = logits(output, hidden)
     choose = functools.partial(
         choose_tokens,
         inverse_temperature=draw.inverse_temperature,
@@ -193,12 +202,12 @@ def sample_tokens(
         top=program.listed(mode),
     )
     if not program.splits_vocab:
-        return choose(values, words)
+        return choose(token_logits, words)
     # [R, V / ways] -> [R / ways, V]
-    values = jax.lax.all_to_all(values, TENSOR, split_axis=0, concat_axis=1, tiled=True)
-    share = values.shape[0]
+    token_logits = jax.lax.all_to_all(token_logits, TENSOR, split_axis=0, concat_axis=1, tiled=True)
+    share = token_logits.shape[0]
     words = jax.lax.dynamic_slice_in_dim(words, share * jax.lax.axis_index(TENSOR), share)
-    columns = choose(values, words)
+    columns = choose(token_logits, words)
     return tuple(jax.lax.all_gather(x, TENSOR, axis=0, tiled=True) for x in columns)
 
 

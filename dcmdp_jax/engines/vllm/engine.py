@@ -241,14 +241,15 @@ class VllmEngine:
         With `EngineArguments.lora` they are `Adapted`: a sidecar that has the base gets A and B
         alone.
 
-        The proof: the sidecar's checksum of each tensor as the model took it is the trainer's, the
-        prefix cache was emptied, and the engine's log-probs of fixed sequences are near the
-        trainer's own. A sidecar that fails it is never used half-updated: it is started again and
-        gets the weights again.
+        Each load is proven: the sidecar's checksum of each tensor as the model took it is the
+        trainer's, the prefix cache was emptied, and the engine's log-probs of fixed sequences are
+        near the trainer's own. A sidecar that fails this is never used half-updated: it is started
+        again and gets the weights again.
 
         Returns:
             "mismatch/probe": mean |log p_train - log p_engine| over the probe, nats; of the replica
                 with the largest.
+            "replica/{number}/{name}": with Ray, the replica's work since the last call.
 
         Raises:
             ValueError: for parameters that do not fit the model.
@@ -265,6 +266,7 @@ class VllmEngine:
         if publication.probe is not None:
             differences = [difference for difference in results if difference is not None]
             metrics["mismatch/probe"] = max(differences)
+        # A run's report names the nodes of Ray's actors, with the work that each has done.
         if self._by_ray:
             for number, replica in enumerate(self.replicas):
                 for name, value in replica.supervisor.take_work().items():

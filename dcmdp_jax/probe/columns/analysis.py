@@ -134,7 +134,8 @@ def by_lag(pairs: TokenPairs) -> list[Group]:
 def worst_tokens(pairs: TokenPairs, text: TokenText | None) -> list[WorstToken]:
     """The 20 tokens of the largest |p - q|, largest first, each in its context.
 
-    Completions of one prompt are often the same up to a token, which is then shown once.
+    Completions of one prompt are often the same up to a token. With the same |p - q|, to three
+    digits, it is shown once.
     """
     delta = pairs.discrepancy
     ranked = np.argsort(-delta, kind="stable")[: _WORST_SHOWN * _MOST_ALIKE]

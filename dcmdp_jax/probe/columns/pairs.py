@@ -282,12 +282,15 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
         )
     else:
         why = f"{_FLOORS:g} times the noise floor: no policy can go below the floor itself"
-    exact = max(by_mean, by_floor)
-    unit = 10.0 ** (math.floor(math.log10(exact)) - 1)
-    value = math.ceil(exact / unit - 1e-9) * unit
+
+    # `unit` is 1 in the second digit. Without the 1e-9, an error of the division could round a
+    # number of two digits up.
+    unrounded = max(by_mean, by_floor)
+    unit = 10.0 ** (math.floor(math.log10(unrounded)) - 1)
+    tolerance = math.ceil(unrounded / unit - 1e-9) * unit
     floor_text = "not measured" if floor is None else f"{floor:.3g}"
     return Recommendation(
-        tolerance=value, reasoning=f"c = {value:.2g} is {why}. Noise floor: {floor_text}."
+        tolerance=tolerance, reasoning=f"c = {tolerance:.2g} is {why}. Noise floor: {floor_text}."
     )
 
 

@@ -193,7 +193,8 @@ def last_boxed(text: str) -> str | None:
     if first is None:
         return None
 
-    # One pass: a looping completion may open ten thousand boxes and close none.
+    # One pass: a looping completion may open ten thousand boxes and close none. A token is a box,
+    # or a run of braces, which moves the depth by its length.
     depth = 0
     open_boxes: list[tuple[int, int]] = []  # depth inside and where the content starts
     start = -1
@@ -209,6 +210,7 @@ def last_boxed(text: str) -> str | None:
             depth_after = max(0, depth - (token.end() - token.start("close")))
             while open_boxes and open_boxes[-1][0] > depth_after:
                 depth_inside, box_start = open_boxes.pop()
+                # The brace that closes the box is the first of the run that goes below its depth.
                 if box_start > start:
                     start = box_start
                     end = token.start("close") + depth - depth_inside
