@@ -199,7 +199,11 @@ class Adapted(NamedTuple):
 
 def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
     """The base with a `LoraKernel` for every matrix that has an adapter, as training reads it."""
-    return _joined(base, adapters, lambda kernel, a, b: LoraKernel(kernel, a, b, lora.scale))
+
+    def with_adapter(kernel: Any, a: Array, b: Array) -> LoraKernel:
+        return LoraKernel(base=kernel, a=a, b=b, scale=lora.scale)
+
+    return _joined(base, adapters, with_adapter)
 
 
 Policy = Callable[[Params, Params | None], Params]
