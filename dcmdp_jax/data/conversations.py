@@ -508,7 +508,10 @@ class _Chat:
 
 
 def _words(value: Any) -> list[str]:
-    """The names and values inside a value as texts, in order; an empty text with its quotes."""
+    """The names and values inside a value as texts to search for, in order.
+
+    An empty text has its quotes: every text holds an empty one.
+    """
     words = []
     if isinstance(value, Mapping):
         for name, entry in value.items():

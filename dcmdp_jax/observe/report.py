@@ -132,7 +132,7 @@ def read_run(
         series=without_placeholder(series, measured_steps),
         config=config,
         held_out=jsonl.read(run_dir / jsonl.HELD_OUT_FILE),
-        # They only describe the run: unlike elsewhere, a broken line is left out and no error.
+        # They only describe the run: a broken line is left out here, and no error.
         starts=jsonl.readable(run_dir / jsonl.STARTS_FILE),
         nodes=nodes,
     )

@@ -210,8 +210,8 @@ def last_boxed(text: str) -> str | None:
             depth_after = max(0, depth - (token.end() - token.start("close")))
             while open_boxes and open_boxes[-1][0] > depth_after:
                 depth_inside, box_start = open_boxes.pop()
-                # The brace that closes the box is the first of the run that goes below its depth.
                 if box_start > start:
+                    # The first brace of the run that goes below the box's depth closes it.
                     start = box_start
                     end = token.start("close") + depth - depth_inside
             depth = depth_after
