@@ -24,7 +24,9 @@ def is_missing(text: str) -> bool:
     if not source.endswith(".py"):
         return False
     try:
-        words = re.findall(rf"\b{name}\b|import \*", Path(source).read_text(encoding="utf-8"))
+        words = re.findall(
+            rf"\b{re.escape(name)}\b|import \*", Path(source).read_text(encoding="utf-8")
+        )
     except (OSError, UnicodeDecodeError):
         return True
     return not words

@@ -245,8 +245,8 @@ def _definition(file: str, name: str) -> ast.stmt:
 
 def quotes(page: str) -> list[tuple[str, int, str, str]]:
     """File, line, name of the definition and code of each line of code that the page quotes."""
-    found = _QUOTE.findall(page)
-    return [(file, int(line), name, code) for file, line, name, code in found]
+    quoted_lines = _QUOTE.findall(page)
+    return [(file, int(line), name, code) for file, line, name, code in quoted_lines]
 
 
 def line_of_code(file: str, name: str, code: str) -> int:

@@ -19,6 +19,7 @@ def test_a_file_without_the_word_has_nothing_of_that_name(tmp_path):
     assert is_missing(f"{file}:score")
     file.write_text("def scores(): pass\n")
     assert is_missing(f"{file}:score") and not is_missing(f"{file}:scores")
+    assert is_missing(f"{file}:sc[ore")
     # It may be among them.
     file.write_text("from others import *\n")
     assert not is_missing(f"{file}:score") and not is_missing("module:score")

@@ -374,8 +374,7 @@ def convert() -> Parser:
         description="Check and write Hugging Face model directories.",
         example="dcmdp convert export runs/demo exported",
     )
-    names = "{hf-check,from-gguf,export}"
-    commands = parser.add_subparsers(dest="command", required=True, metavar=names)
+    commands = parser.add_subparsers(dest="command", required=True)
 
     check = commands.add_parser(
         "hf-check",
@@ -410,6 +409,7 @@ def convert() -> Parser:
     add("--push", default="", metavar="USER/NAME", help=about)
     add("--adapter", action="store_true", help="write the adapters alone, as PEFT reads them")
     _add_output(export, dtype="bfloat16")
+    commands.metavar = f"{{{','.join(commands.choices)}}}"
     return parser
 
 

@@ -194,7 +194,7 @@ def check_versions(episodes: Sequence[Episode], version: int) -> None:
         if others.size:
             raise EngineError(
                 f"completion {row} has tokens of version {int(others[0])}, version {version} was "
-                "synced for them; with off-policy steps those of each step are the announced ones"
+                "synced for them; each step must be sampled by the version announced for it"
             )
 
 

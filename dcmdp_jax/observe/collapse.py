@@ -114,7 +114,7 @@ class CollapseSigns:
             *(f"  it is: {advice}" for advice in self.supporting),
             *(f"  it is not: {advice}" for advice in self.opposing),
             "  A control decides: the same run and seeds, sampled by the training stack itself or "
-            "by the engine in its precision (here rollout.precision=exact).",
+            "by the engine in its precision (dcmdp train: rollout.precision=exact).",
         ]
 
 

@@ -19,9 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from dcmdp_jax.algorithm.advantages import has_signal, overlong_penalty
-from dcmdp_jax.algorithm.discrepancy import (
-    token_discrepancy,
-)
+from dcmdp_jax.algorithm.discrepancy import token_discrepancy
 from dcmdp_jax.algorithm.distribution import Head, centering_loss, distribution_statistics
 from dcmdp_jax.algorithm.losses import policy_loss, reference_kl
 from dcmdp_jax.algorithm.masked import (

@@ -29,10 +29,10 @@ def test_half_of_the_conversations_add_a_wrong_number_and_none_is_a_validation_p
     # One in 99 wrong numbers is the right one by chance; 4 standard deviations are 90.
     assert abs(right - 1010) < 90
 
-    asked = {row["messages"][1]["content"] for row in rows}
+    sft_prompts = {row["messages"][1]["content"] for row in rows}
     validation = {row["prompt"] for row in _rows("problems", count=64, held_out=True)}
     trained = {row["prompt"] for row in _rows("problems", count=2048)}
-    assert len(validation) > 60 and not validation & (asked | trained)
+    assert len(validation) > 60 and not validation & (sft_prompts | trained)
 
 
 def test_an_answer_is_the_sum():
