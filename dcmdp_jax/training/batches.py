@@ -172,9 +172,12 @@ class Batches:
     compiled: Callable[[], None] = lambda: None
 
     def __post_init__(self) -> None:
-        self._config = self.task.config
+        config = self.task.config
+        self._training = config.training
+        self._algorithm = config.algorithm
+        self._drops_non_finite = config.rollout.on_non_finite == "drop"
+        self._lag = config.rollout.lag
         self._hosts = self.placement.hosts
-        self._lag = self._config.rollout.lag
 
         # What is sampled: the next step to start, its position in the stream, futures by step.
         self._next = 0
@@ -198,7 +201,7 @@ class Batches:
 
         self._packer = BatchPacker(
             placement=self.placement,
-            training=self._config.training,
+            training=self._training,
             setting_names=PACKING,
         )
 
@@ -211,7 +214,7 @@ class Batches:
             lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=self.programs.shardings.params
         )
         # Compiled as one: each operation alone would be a program of its own.
-        measure = objective.measure_of(self._config.algorithm)
+        measure = objective.measure_of(self._algorithm)
         self._discrepancy = jax.jit(functools.partial(discrepancy.token_discrepancy, **measure))
 
     def close(self) -> None:
@@ -237,7 +240,7 @@ class Batches:
         self._next = step
         self._position = prompts_taken
         self._versions = dict(versions or {})
-        if step >= self._config.training.steps:
+        if step >= self._training.steps:
             return
         for version in self.behind(step):
             timer = PhaseTimer()
@@ -326,7 +329,7 @@ class Batches:
 
     def _start(self, version: int, timer: PhaseTimer) -> None:
         """Sample every batch assigned to policy `version`: in the sampler thread, or here."""
-        while self._next <= min(version + self._lag, self._config.training.steps - 1):
+        while self._next <= min(version + self._lag, self._training.steps - 1):
             sampling_timer = PhaseTimer(first=timer.first)
             if self._pool is None:
                 future: Future[Sampled] = Future()
@@ -355,10 +358,10 @@ class Batches:
                     rollout.episodes,
                     sampling,
                     self._distance,
-                    seed=self._config.training.seed,
+                    seed=self._training.seed,
                     step=step,
                     first=first_group * sampling.group_size,
-                    drop=self._config.rollout.on_non_finite == "drop",
+                    drop=self._drops_non_finite,
                 )
             return Sampled(rollout=rollout, timer=timer, floor=floor, scored=scored)
         except BaseException:
@@ -369,7 +372,7 @@ class Batches:
     def _distance(self, again: np.ndarray, sampled: np.ndarray) -> float:
         """The discrepancy of log-probs, by the statistic that c bounds."""
         values = self._discrepancy(again, sampled)
-        quantile = dual.QUANTILES.get(self._config.algorithm.budget)
+        quantile = dual.QUANTILES.get(self._algorithm.budget)
         if quantile is None:
             return float(np.mean(values))
         return float(np.quantile(values, quantile))
@@ -382,7 +385,7 @@ class Batches:
             rollout.scores.totals[rows],
             step=step,
             dropped=rollout.dropped[rows],
-            mask_truncated=self._config.algorithm.mask_truncated,
+            mask_truncated=self._algorithm.mask_truncated,
         )
         return packed, {
             "rollout/dropped_completions": int(rollout.dropped.sum()),

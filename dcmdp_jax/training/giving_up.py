@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 
-from dcmdp_jax.config.settings import Config
 from dcmdp_jax.errors import TrainingStopped
 from dcmdp_jax.observe import jsonl, metrics_io
 from dcmdp_jax.observe.alarms import ALARMS, WATCHED, Alarm, alarms, broken_completions
@@ -23,25 +22,26 @@ WINDOW = 20
 logger = logging.getLogger(__name__)
 
 
-def _recorded(config: Config, step: int) -> list[dict[str, Any]]:
+def _recorded(run_dir: str, step: int) -> list[dict[str, Any]]:
     """The recorded metrics of the finished steps; damaged lines are left out."""
-    lines = jsonl.readable(Path(config.run_dir) / metrics_io.METRICS_FILE, jsonl.is_number)
+    lines = jsonl.readable(Path(run_dir) / metrics_io.METRICS_FILE, jsonl.is_number)
     return [record for record in lines if record.get("step", step + 1) <= step]
 
 
 class SkippedUpdates:
     """The share of skipped updates over the last steps, those before a resume included."""
 
-    def __init__(self, config: Config, step: int) -> None:
+    def __init__(self, run_dir: str, step: int, *, updates: int) -> None:
         """Read what the finished steps skipped.
 
         Args:
-            config: when to give up, the updates of a step, and where the metrics are.
+            run_dir: where the metrics are.
             step: finished steps.
+            updates: updates of a step.
         """
-        self._updates = config.mini_batches
+        self._updates = updates
         self._skipped: deque[int] = deque(maxlen=WINDOW)
-        for record in _recorded(config, step):
+        for record in _recorded(run_dir, step):
             if "optimizer/skipped_updates" in record:
                 self._skipped.append(record["optimizer/skipped_updates"] or 0)
 
@@ -92,19 +92,21 @@ class SkippedUpdates:
 class AlarmWatch:
     """Alarms of `observe.alarms` for a run so far, the steps before a resume included."""
 
-    def __init__(self, config: Config, step: int) -> None:
+    def __init__(self, run_dir: str, step: int, *, stops: bool, measured_steps: int) -> None:
         """Read what the finished steps recorded.
 
         Args:
-            config: whether an alarm stops the run, and where the metrics are.
+            run_dir: where the metrics are.
             step: finished steps. An alarm that was raised at the last of them is not news.
+            stops: whether an alarm stops the run.
+            measured_steps: steps from whose discrepancy c is measured, or 0.
         """
-        self._stops = config.observe.on_alarm == "stop"
-        self._measured = config.algorithm.measured_steps
+        self._stops = stops
+        self._measured = measured_steps
         self._history: dict[str, tuple[list[int], list[float]]] = {
             name: ([], []) for name in WATCHED
         }
-        for record in _recorded(config, step):
+        for record in _recorded(run_dir, step):
             self._add(record["step"], record)
         self._raised = {alarm.name for alarm in self._alarms()}
         self._news: list[Alarm] = []

@@ -40,8 +40,14 @@ def _train(session: TrainingSession, step_batches: Batches) -> None:
     task = session.run.task
     state = session.state
     step = first_step = session.step
-    skipped = SkippedUpdates(config, step)
-    alarms = AlarmWatch(config, step)
+    measured_steps = config.algorithm.measured_steps
+    skipped = SkippedUpdates(config.run_dir, step, updates=config.mini_batches)
+    alarms = AlarmWatch(
+        config.run_dir,
+        step,
+        stops=config.observe.on_alarm == "stop",
+        measured_steps=measured_steps,
+    )
     step_batches.resume(step, session.prompts_taken, session.checkpoints.behind)
     evaluate_policy = functools.partial(_evaluate, session, step_batches)
     session.begin(evaluate_policy)
@@ -78,7 +84,7 @@ def _train(session: TrainingSession, step_batches: Batches) -> None:
                 completions, step_batch.rollout.rows, step_batch.scored
             )
         writer.write(step, metrics)
-        if step == config.algorithm.measured_steps:
+        if step == measured_steps:
             state = _with_measured_tolerance(session, state)
         session.finish_step(state, prompts=step_batch.rollout.prompts_taken)
         samples = rollout_record.shown_samples(task, step, step_batch.rollout, discrepancy)

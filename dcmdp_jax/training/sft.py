@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from dcmdp_jax.config.checks import SUPERVISED_PACKING
+from dcmdp_jax.config.settings import TrainingSettings
 from dcmdp_jax.data import episode
 from dcmdp_jax.data.prompts import EncodedPrompts, digest_of
 from dcmdp_jax.run import checkpoint
@@ -72,8 +73,10 @@ def _learn(session: TrainingSession) -> None:
     """Learn to the last step, or until a signal comes; save on the way and at the end."""
     config = session.config
     first_step = session.step
-    skipped = SkippedUpdates(config, first_step)
-    conversations = Conversations(task=session.run.task, placement=session.run.placement)
+    skipped = SkippedUpdates(config.run_dir, first_step, updates=config.mini_batches)
+    conversations = Conversations(
+        task=session.run.task, placement=session.run.placement, training=config.training
+    )
     evaluate = functools.partial(_evaluate, session, conversations)
     session.begin(evaluate)
 
@@ -126,24 +129,25 @@ class Conversations:
     Attributes:
         task: the conversations to learn from, and their order.
         placement: devices and shapes of a batch.
+        training: the settings of steps.
     """
 
     task: Task
     placement: Placement
+    training: TrainingSettings
 
     def __post_init__(self) -> None:
-        self._count = self.task.config.training.prompts_per_step
+        self._count = self.training.prompts_per_step
         self._packer = BatchPacker(
             placement=self.placement,
-            training=self.task.config.training,
+            training=self.training,
             setting_names=SUPERVISED_PACKING,
         )
 
     def of_step(self, step: int) -> tuple[list[episode.Episode], PackedBatch]:
         """The next conversations of the stream, and their batch; `step` counts from 0."""
         count = self._count
-        seed = self.task.config.training.seed
-        places = self.task.stream.at(seed=seed, first=step * count, count=count)
+        places = self.task.stream.at(seed=self.training.seed, first=step * count, count=count)
         return self._pack(self.task.train, places, step)
 
     def mean_loss(

@@ -3,15 +3,12 @@
 It does so as soon as its rule can hold.
 """
 
-import dataclasses
 import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from configs.base import get_config
-from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.errors import TrainingStopped
 from dcmdp_jax.observe.alarms import ALARMS, broken_completions
 from dcmdp_jax.training.giving_up import AlarmWatch
@@ -86,17 +83,7 @@ def test_broken_completions_stand_apart_from_the_others():
 
 
 def _watch(tmp_path, step=0, action="stop", measured=0):
-    raw = get_config().to_dict()
-    raw["task"]["train"], raw["run_dir"], raw["algorithm"]["tolerance_steps"] = (
-        "x",
-        str(tmp_path),
-        measured,
-    )
-    config = from_config_dict(raw)
-    return AlarmWatch(
-        dataclasses.replace(config, observe=dataclasses.replace(config.observe, on_alarm=action)),
-        step,
-    )
+    return AlarmWatch(str(tmp_path), step, stops=action == "stop", measured_steps=measured)
 
 
 def _over(step):

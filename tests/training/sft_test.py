@@ -95,7 +95,8 @@ def _conversations(rows, directory, segments):
     run = Run.check(config)
     programs = make_step_programs(config, run.task.model, run.placement)
     state = programs.create(run.weights.initial(), initial_dual(config.algorithm))
-    return Conversations(task=run.task, placement=run.placement), programs, state
+    conversations = Conversations(task=run.task, placement=run.placement, training=config.training)
+    return conversations, programs, state
 
 
 def _trained(conversations, programs, state):
