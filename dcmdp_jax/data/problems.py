@@ -6,6 +6,7 @@ fields, so one file may mix several.
 """
 
 import dataclasses
+import importlib.util
 import json
 import logging
 import re
@@ -146,7 +147,14 @@ def _content(problem: Problem) -> tuple[Any, ...]:
     return chat, problem.prompt, problem.answer, problem.solution, columns_text
 
 
+def check_location(location: str) -> None:
+    """Raise a UserError for a location that can't be read; nothing is read or fetched."""
+    if location.partition(":")[0] != ARITHMETIC:
+        _rows(location, split="")
+
+
 def _rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any] | bytes]]:
+    """The rows of a location. What is wrong with the location itself is raised at the call."""
     if is_function(location):
         return _function_rows(location)
     path = Path(location).expanduser()
@@ -157,6 +165,11 @@ def _rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any] | 
             raise UserError(f"data {location}: no such file")
         return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
     if _HUB_NAME.fullmatch(location) and not location.startswith("."):
+        if importlib.util.find_spec("datasets") is None:
+            raise UserError(
+                f"data {shorten(location)}: no such file, and reading it from the Hub needs the "
+                "`datasets` library: pip install -e '.[hub]'"
+            )
         return _hub_rows(location, split)
     raise UserError(
         f"data {shorten(location)}: not a .jsonl or .parquet file here, not {ARITHMETIC}:..., not "
@@ -212,13 +225,8 @@ def _parquet_rows(path: Path) -> _NamedRows:
 
 
 def _hub_rows(location: str, split: str) -> _NamedRows:
-    try:
-        import datasets
-    except ImportError:
-        raise UserError(
-            f"data {shorten(location)}: no such file, and reading it from the Hub needs the "
-            "`datasets` library: pip install -e '.[hub]'"
-        ) from None
+    import datasets
+
     name, _, config = location.partition("@")
     try:
         rows = datasets.load_dataset(name, config or None, split=split)

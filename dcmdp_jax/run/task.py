@@ -16,15 +16,15 @@ from dcmdp_jax.config.checks import EVALUATION, LORA, REWARDS, as_settings, in_s
 from dcmdp_jax.config.rollout import RolloutSettings
 from dcmdp_jax.config.settings import Architecture, Config, ModelSettings
 from dcmdp_jax.data import arithmetic, chat
-from dcmdp_jax.data.mixtures import PromptStream, parse_mixture, split_locations
-from dcmdp_jax.data.problems import load_problems
+from dcmdp_jax.data.mixtures import Part, PromptStream, parse_mixture, split_locations
+from dcmdp_jax.data.problems import check_location, load_problems
 from dcmdp_jax.data.prompts import EncodedPrompts, encode_prompts, join_prompts
 from dcmdp_jax.data.tokenizer import end_token_ids, fix_date, load_tokenizer
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import answer_text
 from dcmdp_jax.errors import UserError, naming, shorten
-from dcmdp_jax.evaluation.held_out import HeldOut, held_out_tasks
+from dcmdp_jax.evaluation.held_out import HeldOut, HeldOutTask, held_out_tasks
 from dcmdp_jax.models import families, hf_config, hf_hub, hf_manifest, hf_weights
 from dcmdp_jax.models.config import RECURRENT_SIZES, Lora, ModelConfig
 from dcmdp_jax.models.lora import Adapter, read_adapter, trained
@@ -81,24 +81,24 @@ class Task:
         """The distribution that training samples from."""
         return sampling(self.config.rollout, self.stop_token_ids)
 
+    def evaluation_sampling(self, task: HeldOutTask) -> SamplingParams:
+        """The distribution that the completions of a held-out task are sampled from."""
+        return dataclasses.replace(
+            self.sampling,
+            group_size=task.samples,
+            temperature=self.config.evaluation.temperature,
+        )
+
     @property
     def first_calls(self) -> list[tuple[list[np.ndarray], SamplingParams]]:
         """Prompts and distribution of the engine's first calls: held-out tasks, and a step."""
-        config = self.config
-        temperature = config.evaluation.temperature
-        calls = []
-        for task, prompts in self.held_out:
-            sampling = dataclasses.replace(
-                self.sampling, group_size=task.samples, temperature=temperature
-            )
-            calls.append((prompts.token_ids, sampling))
+        training = self.config.training
+        calls = [
+            (prompts.token_ids, self.evaluation_sampling(task)) for task, prompts in self.held_out
+        ]
         if self.train.problems:
-            rows = self.stream.at(
-                seed=config.training.seed,
-                first=0,
-                count=config.training.prompts_per_step,
-            )
-            calls.append(([self.train.token_ids[row] for row in rows], self.sampling))
+            rows = self.stream.at(seed=training.seed, first=0, count=training.prompts_per_step)
+            calls.append((self.train.select(rows).token_ids, self.sampling))
         return calls
 
     @property
@@ -128,6 +128,11 @@ def read_task(config: Config, started: datetime) -> Task:
     if not config.supervised:
         missing = [reward for reward in _judged(config) if is_missing(reward.function)]
         _import_rewards(config, missing)
+    # A model may be fetched and converted for minutes.
+    with naming("config.task.train"):
+        mixture = parse_mixture(config.task.train)
+        for task in mixture:
+            check_location(task.location)
     files = "tokenizer and data"
     if settings.path:
         files = f"model files, {files}"
@@ -153,7 +158,7 @@ def read_task(config: Config, started: datetime) -> Task:
             stop_token_ids=stop_token_ids,
         )
 
-        train, stream = _train_prompts(config.task.train, load)
+        train, stream = _train_prompts(mixture, load)
         evaluated_tasks = ()
         if config.evaluation.every_steps:
             evaluated_tasks = held_out(config, tokenizer, tools, stop_token_ids)
@@ -261,9 +266,8 @@ def _tokenizer(settings: ModelSettings, vocab_size: int | None) -> PreTrainedTok
 def _adapter(settings: ModelSettings, model: ModelConfig, *, warms_up: bool) -> Adapter:
     """The adapters of `model.adapter`; after a warm-up their base is not that of `model.path`."""
     try:
-        adapter = read_adapter(Path(settings.adapter), model)
-    except UserError as error:
-        raise UserError(f"config.model.adapter: {error}") from error
+        with naming("config.model.adapter"):
+            adapter = read_adapter(Path(settings.adapter), model)
     except FileNotFoundError as error:
         raise UserError(
             f"config.model.adapter: {error}; give a directory that PEFT or `dcmdp convert export "
@@ -442,7 +446,7 @@ def _check_environment(
     config: Config, tokenizer: PreTrainedTokenizerBase, columns: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
     """Start the environment as in training, and render an answer; the JSON schemas of its tools."""
-    try:
+    with naming("config.task.environment"):
         with (
             environment_pool(config, tokenizer, columns) as pool,
             activity("importing the environment"),
@@ -452,8 +456,6 @@ def _check_environment(
         answer = {"role": role, "name": "unknown", "content": "1"}
         variables = chat.template_variables(config.task.chat_template_kwargs, tokenizer)
         answer_text(tokenizer, [answer], variables, tools)
-    except UserError as error:
-        raise UserError(f"config.task.environment: {error}") from error
     return tools
 
 
@@ -481,11 +483,9 @@ def environment_pool(
 
 
 def _train_prompts(
-    locations: str, load: Callable[..., EncodedPrompts]
+    mixture: Sequence[Part], load: Callable[..., EncodedPrompts]
 ) -> tuple[EncodedPrompts, PromptStream]:
     """The problems of `task.train`, a mixture's task by task, and their order."""
-    with naming("config.task.train"):
-        mixture = parse_mixture(locations)
     encoded = []
     for task in mixture:
         name = task.name if len(mixture) > 1 else ""
@@ -541,8 +541,7 @@ def _load_prompts(
             answers=answers,
             name=name,
         ):
-            problem_tools = problem.tools or tuple(tools)
-            problems.append(dataclasses.replace(problem, tools=problem_tools))
+            problems.append(dataclasses.replace(problem, tools=problem.tools or tuple(tools)))
         return encode_prompts(
             problems,
             tokenizer,

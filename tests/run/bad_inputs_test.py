@@ -4,6 +4,7 @@ value, before the tokenizer is loaded, and long before anything is allocated.
 
 import json
 import shutil
+import sys
 
 import jax
 import numpy as np
@@ -629,3 +630,22 @@ def test_a_cudnn_without_the_packed_layout_is_told_what_to_choose(monkeypatch):
         placement.check_kernel(from_config_dict(config), "gpu", 64)
     config.training.segments_per_row = 1
     placement.check_kernel(from_config_dict(config), "gpu", 64)
+
+
+@pytest.mark.parametrize(
+    ("location", "message"),
+    [
+        ("nowhere.jsonl", "data nowhere.jsonl: no such file"),
+        ("arithmetic:count=8,openai/gsm8k", r"'openai/gsm8k': .* pip install -e '\.\[hub\]'"),
+    ],
+)
+def test_data_that_cannot_be_read_is_named_before_a_model_is_fetched(
+    location, message, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    monkeypatch.setattr(run_task.hf_hub, "model_directory", lambda path: pytest.fail("fetched"))
+    config = demo.get_config().to_dict()
+    config["model"]["path"] = "pip:smollm2-135m-instruct"
+    config["task"]["train"] = location
+    with pytest.raises(ValueError, match=f"config.task.train: .*{message}"):
+        Run.check(from_config_dict(config))
