@@ -79,9 +79,7 @@ def main(argv: list[str]) -> None:
 
     saved = saved_model.find_model(arguments.model, arguments.step)
     is_run = saved.run_dir is not None
-    defaults_source = "paper"
     if is_run:
-        defaults_source = "run"
         failures.keep_tracebacks_in(saved.run_dir)
     changes = evaluation_setup.asked_settings(overrides, of_a_run=is_run)
     config = load.for_sampling(saved.settings, changes)
@@ -117,7 +115,7 @@ def main(argv: list[str]) -> None:
     print(
         f"at most {config.rollout.max_completion_tokens} tokens, temperature "
         f"{config.evaluation.temperature:g}, top_p {top_p:g}, top_k {config.rollout.top_k}: the "
-        f"{defaults_source}'s where they are not given"
+        f"{'run' if is_run else 'paper'}'s where they are not given"
     )
     dropped = []
     for held_out_task, prompts in task.held_out:
@@ -239,12 +237,7 @@ def _evaluate_task(
     continued evaluation equals an uninterrupted one.
     """
     config = task.config
-    sampling = dataclasses.replace(
-        task.sampling,
-        group_size=held_out_task.samples,
-        temperature=config.evaluation.temperature,
-        top_p=top_p,
-    )
+    sampling = dataclasses.replace(task.evaluation_sampling(held_out_task), top_p=top_p)
 
     name = held_out_task.name
     size = max(1, _ROUNDS * config.rollout.max_rows // held_out_task.samples)

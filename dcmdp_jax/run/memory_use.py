@@ -419,11 +419,10 @@ def _batch_parts(
 ) -> list[MemoryPart]:
     """The batch, on the devices and before, and its columns that have a vector for each token."""
     config = shapes.config
-    columns = column_shapes(
-        config.columns, k=config.rollout.top_logprobs, routing=shapes.model.routing
-    )
+    rollout = config.rollout
+    columns = column_shapes(config.columns, k=rollout.top_logprobs, routing=shapes.model.routing)
     batch = abstract_batch(packing, columns)
-    lag = config.rollout.lag
+    lag = rollout.lag
     batch_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch.rows))
     remedy = "training.prompts_per_step or rollout.max_completion_tokens"
     components = [
@@ -456,7 +455,7 @@ def _batch_parts(
             certain=False,
         )
         components.append(column)
-    if not (config.observe.rollouts_every_steps and config.rollout.top_logprobs):
+    if not (config.observe.rollouts_every_steps and rollout.top_logprobs):
         return components
 
     # The trainer's log-probs, float32 on every device. The host takes 30 bytes for each: float32
@@ -464,7 +463,7 @@ def _batch_parts(
     positions = 0
     for bucket in batch.rows:
         positions += math.prod(bucket.completion_mask.shape)
-    values = config.rollout.top_logprobs * positions
+    values = rollout.top_logprobs * positions
     recorded = make(
         "recorded top-k tokens",
         4 * values,

@@ -379,17 +379,18 @@ def fit(
 
 def compute_on(config: Config, mesh: Mesh, *, layers: int = _CPU_UNROLL) -> decoder.Compute:
     """Computation of the training stack on a mesh, of a model with `layers` layers."""
+    settings = config.model
     platform = mesh.devices.flat[0].platform
-    dtype = np.dtype(jnp.dtype(config.model.compute_dtype))
+    dtype = np.dtype(jnp.dtype(settings.compute_dtype))
     longest = -(-max((config.max_total_tokens, *config.training.row_lengths)) // 128) * 128
-    kernel = attention.choose_kernel(config.model.attention, dtype, platform, longest)
+    kernel = attention.choose_kernel(settings.attention, dtype, platform, longest)
     segments = segments_of(config, kernel)
     return decoder.Compute(
-        dtype=config.model.compute_dtype,
-        remat=config.model.remat,
-        scan_unroll=config.model.scan_unroll or _layers_at_once(config.model.remat, mesh, layers),
+        dtype=settings.compute_dtype,
+        remat=settings.remat,
+        scan_unroll=settings.scan_unroll or _layers_at_once(settings.remat, mesh, layers),
         attention=kernel,
-        logprob_chunk=config.model.logprob_chunk,
+        logprob_chunk=settings.logprob_chunk,
         one_segment=segments == 1,
         segments=segments,
     )

@@ -56,7 +56,9 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
         UserError, EngineError, MemoryError: in one line, if the engine does not start.
     """
     config = task.config
-    stop_on_error = config.rewards.on_error == "error"
+    task_settings = config.task
+    rewards = config.rewards
+    stop_on_error = rewards.on_error == "error"
     with contextlib.ExitStack() as stack:
         setup.memory.check()
         with (
@@ -66,10 +68,10 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
             engine = setup.kind.start(setup.arguments)
         stack.callback(engine.close)
         verifier = Verifier(
-            config.task.verifier_workers,
-            config.task.verifier_timeout,
-            config.task.verifier_budget,
-            extraction=config.rewards.answer_extraction,
+            task_settings.verifier_workers,
+            task_settings.verifier_timeout,
+            task_settings.verifier_budget,
+            extraction=rewards.answer_extraction,
         )
         stack.enter_context(verifier)
         scorer = RewardScorer(
@@ -77,26 +79,26 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
             verifier,
             task.columns,
             by_source=len({problem.source for problem in task.train.problems}) > 1,
-            timeout_s=config.rewards.timeout,
-            memory_gib=config.rewards.memory_limit,
+            timeout_s=rewards.timeout,
+            memory_gib=rewards.memory_limit,
             stop_on_error=stop_on_error,
             output=output,
         )
         stack.callback(scorer.close)
 
         turns = None
-        if config.task.environment:
+        if task_settings.environment:
             pool = environment_pool(config, task.tokenizer, task.columns, output)
             turns = TurnSampler(
                 engine=engine,
                 pool=stack.enter_context(pool),
                 tokenizer=task.tokenizer,
                 columns=task.columns,
-                turns=config.task.max_turns,
+                turns=task_settings.max_turns,
                 turn_tokens=config.turn_tokens,
                 prompt_tokens=task.longest_prompt,
-                prompt_suffix=config.task.prompt_suffix,
-                variables=template_variables(config.task.chat_template_kwargs, task.tokenizer),
+                prompt_suffix=task_settings.prompt_suffix,
+                variables=template_variables(task_settings.chat_template_kwargs, task.tokenizer),
                 stop_on_error=stop_on_error,
             )
         teacher = None

@@ -127,17 +127,12 @@ def _evaluate(session: TrainingSession, step_batches: Batches) -> None:
     name = ""
     metrics = {}
     for held_out_task, prompts in task.held_out:
-        sampling = dataclasses.replace(
-            task.sampling,
-            group_size=held_out_task.samples,
-            temperature=config.evaluation.temperature,
-        )
         share = session.hosts.share(len(prompts.problems))
         with session.exit.scope():
             own_result = evaluate(
                 step_batches.services,
                 prompts.select(share),
-                sampling,
+                task.evaluation_sampling(held_out_task),
                 task=f"eval/{held_out_task.name}",
                 seed=config.training.seed + _EVALUATION_SEED_OFFSET,
                 first_prompt=share.start,
@@ -147,8 +142,8 @@ def _evaluate(session: TrainingSession, step_batches: Batches) -> None:
         result = join(session.hosts.gather(own_result, EvaluationResult))
 
         results.append(result)
-        name += f"{result.task}/avg@{result.samples} "
-        name += f"{held_out_task.location} ({digest_of(prompts)}) "
+        location = f"{held_out_task.location} ({digest_of(prompts)})"
+        name += f"{result.task}/avg@{result.samples} {location} "
         metrics |= held_out.held_out_metrics(result)
         samples += held_out.held_out_samples(result, prompts, task.tokenizer)
 

@@ -60,7 +60,7 @@ def signals_of(
     """Compute the tokens' advantages, weights and the ratio's denominator by the settings."""
     completion_corrections = ()
     if remedies.centered:
-        _, completion_corrections = remedies.centered
+        completion_corrections = remedies.centered.whole_completions
     signals = row_signals(
         tokens,
         weights,
@@ -142,7 +142,7 @@ def _surrogate(inputs: LossInputs) -> tuple[Array, Statistics]:
 def _centering(inputs: LossInputs) -> Array:
     """Score centering, subtracted."""
     settings = inputs.settings
-    corrections, _ = inputs.remedies.centered
+    corrections = inputs.remedies.centered.single_tokens
     if settings.ratio_denominator == "proximal":
         corrections += (_proximal,)
     return -centering_loss(

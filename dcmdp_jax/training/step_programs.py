@@ -121,33 +121,35 @@ def make_step_programs(
     """
     compute = placement.compute
     mesh = placement.mesh
+    model_settings = config.model
+    rollout = config.rollout
     schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
     optimizer = make_optimizer(config.optimizer, schedule)
     dual = initial_dual(config.algorithm)
-    loss_scale = initial_loss_scale(config.model.compute_dtype)
+    loss_scale = initial_loss_scale(model_settings.compute_dtype)
 
     def fresh(params: Params, dual: DualState) -> TrainState:
         return new_state(params, optimizer, dual, loss_scale)
 
-    shapes = declared_shapes(trained(model, lora), config.model.param_dtype)
+    shapes = declared_shapes(trained(model, lora), model_settings.param_dtype)
     state = jax.eval_shape(fresh, shapes, dual)
     shardings = train_state_shardings(state, model, mesh, lora)
-    exact = config.rollout.precision == "exact"
+    exact = rollout.precision == "exact"
     row_logprobs = make_row_logprobs(
         model,
         compute,
-        temperature=config.rollout.temperature,
+        temperature=rollout.temperature,
         mesh=mesh,
         scheme=placement.scheme,
-        head_dtype=config.model.head_dtype,
+        head_dtype=model_settings.head_dtype,
         top_gradient=config.algorithm.differentiates_head,
-        cut=config.rollout.cuts,
+        cut=rollout.cuts,
     )
     setup = StepSetup(
         row_logprobs=row_logprobs,
         compute_dtype=compute.dtype,
         settings=config.algorithm,
-        max_completion_tokens=config.rollout.max_completion_tokens,
+        max_completion_tokens=rollout.max_completion_tokens,
         optimizer=optimizer,
         schedule=schedule,
         mesh=mesh,
@@ -158,7 +160,7 @@ def make_step_programs(
     )
     batch = packing.abstract_batch(placement.packing, placement.columns)
     old_logprobs = None
-    if config.rollout.lag:
+    if rollout.lag:
         old_logprobs = make_old_logprobs(row_logprobs, mesh=mesh)
     quantized = quantized_leaves(model)
     programs = StepPrograms(
@@ -172,7 +174,7 @@ def make_step_programs(
         merged=lambda params, _: (params, {}),
         watched=jax.jit(functools.partial(watched_columns, quantized=quantized)),
         arrival=jax.jit(
-            functools.partial(arrival, quantized=quantized, precision=config.rollout.precision)
+            functools.partial(arrival, quantized=quantized, precision=rollout.precision)
         ),
     )
     if lora is None:
