@@ -346,9 +346,16 @@ def test_every_column_that_can_be_missing_is_told_as_an_option_that_exists():
 def test_a_browser_shows_the_completions_of_a_probe(tmp_path, capsys, width):
     code, _, error = _run(capsys, _RECORDED / "nemo_rl", "--out", tmp_path / "out")
     assert code == 0, error
-    said = "d.getElementById('count').textContent"
-    facts, console = look_at(tmp_path / "out" / "probe.html", tmp_path, width, more=said)
+    count = "d.getElementById('count').textContent"
+    summary = "d.querySelector('table').scrollWidth"
+    facts, console = look_at(
+        tmp_path / "out" / "probe.html", tmp_path, width, more=f"[{count}, {summary}]"
+    )
+    counted, summary_width = facts["more"]
+    assert console == []
     # 20 at a time, of 40 that were recorded.
-    assert (console, facts["shown"], facts["more"]) == ([], 20, "40 of 40 completions") and facts[
-        "wide"
-    ] <= width
+    assert facts["shown"] == 20
+    assert counted == "40 of 40 completions"
+    assert facts["wide"] <= width
+    # The table of likely causes needs no scrolling.
+    assert summary_width <= width
