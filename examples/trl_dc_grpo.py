@@ -33,7 +33,7 @@ STEPS = 60
 
 def main() -> None:
     # 1. Record GRPO: with lambda 0 and eta 0 the advantages stay as they are.
-    grpo = train("grpo", DcGrpo(tolerance=0.0, multiplier=0.0, learning_rate=0.0))
+    grpo = train("grpo", DcGrpo(tolerance=0.0, multiplier=0.0, dual_learning_rate=0.0))
 
     # 2. Probe. In an environment with this package's own dependencies (pip install PATH):
     probe = f"dcmdp probe {RUNS / 'grpo_recordings'}"
@@ -44,7 +44,7 @@ def main() -> None:
     tolerance = 1.25 * statistics.mean(grpo["dc_grpo/mean"])
 
     # 4. Train with DC-GRPO from the same start, with the same seed.
-    dc_grpo = train("dc_grpo", DcGrpo(tolerance=tolerance, multiplier=0.1, learning_rate=1.0))
+    dc_grpo = train("dc_grpo", DcGrpo(tolerance=tolerance, multiplier=0.1, dual_learning_rate=1.0))
 
     # 5. Compare. One run each shows that it works; a decision needs several seeds.
     print(f"{'':10}{'first reward':>14}{'last reward':>14}{'|p - q|':>10}{'lambda':>10}")

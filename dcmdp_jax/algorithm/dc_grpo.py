@@ -56,7 +56,7 @@ def dc_grpo_loss(
     tolerance: Scalar,
     clip_low: Scalar = trust_regions.CLIP_LOW,
     clip_high: Scalar = trust_regions.CLIP_HIGH,
-    learning_rate: Scalar = 1.0,
+    dual_learning_rate: Scalar = 1.0,
     multiplier_min: Scalar = 0.0,
     multiplier_max: Scalar = dual.MULTIPLIER_MAX,
     aggregation: losses.Aggregation = "seq_mean_token_mean",
@@ -104,7 +104,7 @@ def dc_grpo_loss(
         multiplier: lambda_k >= 0.
         tolerance: c >= 0, in the unit of delta.
         clip_low, clip_high: eps_low in [0, 1), eps_high >= 0.
-        learning_rate: eta of the multiplier (not of the policy).
+        dual_learning_rate: eta of the multiplier (not of the policy).
         multiplier_min, multiplier_max: range of lambda_{k+1}.
         aggregation: "seq_mean_token_mean" (the paper's), "token_mean" (equal weight per token,
             DAPO) or "fixed_length" (sum over T_max, Dr. GRPO); see
@@ -183,9 +183,9 @@ def dc_grpo_loss(
         multiplier,
         mean_delta,
         tolerance=tolerance,
-        learning_rate=learning_rate,
-        minimum=multiplier_min,
-        maximum=multiplier_max,
+        dual_learning_rate=dual_learning_rate,
+        multiplier_min=multiplier_min,
+        multiplier_max=multiplier_max,
     )
     aux = DcGrpoAux(
         delta=delta,

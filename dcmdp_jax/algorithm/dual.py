@@ -51,9 +51,9 @@ def dual_update(
     mean_discrepancy: Scalar,
     *,
     tolerance: Scalar,
-    learning_rate: Scalar = 1.0,
-    minimum: Scalar = 0.0,
-    maximum: Scalar = MULTIPLIER_MAX,
+    dual_learning_rate: Scalar = 1.0,
+    multiplier_min: Scalar = 0.0,
+    multiplier_max: Scalar = MULTIPLIER_MAX,
 ) -> Float[jax.Array, ""]:
     """Do one step of projected dual ascent (Eq. 11; Algorithm 1, "Multiplier update").
 
@@ -68,9 +68,9 @@ def dual_update(
             hosts: a mean over tokens, not over completions. Or another statistic that c bounds
             (`QUANTILES`).
         tolerance: c, in the discrepancy's unit.
-        learning_rate: eta, multiplier units per unit of discrepancy. The paper's is 1.
-        minimum: lambda_min.
-        maximum: lambda_max.
+        dual_learning_rate: eta, multiplier units per unit of discrepancy. The paper's is 1.
+        multiplier_min: lambda_min.
+        multiplier_max: lambda_max.
 
     Returns:
         float32 (float64 where multiplier or mean is, with x64): lambda of the next step. No
@@ -78,29 +78,28 @@ def dual_update(
 
     Raises:
         ValueError: if multiplier or mean are no scalars, a number is negative or not finite (not
-            seen under jit), or `maximum` is below `minimum`.
+            seen under jit), or `multiplier_max` is below `multiplier_min`.
     """
     require_rank("mean_discrepancy", mean_discrepancy, 0)
     require_sizes(
         multiplier=multiplier,
         tolerance=tolerance,
-        learning_rate=learning_rate,
-        minimum=minimum,
+        dual_learning_rate=dual_learning_rate,
+        multiplier_min=multiplier_min,
     )
-    least_maximum = minimum
-    if isinstance(minimum, jax.Array):
+    least_maximum = multiplier_min
+    if isinstance(multiplier_min, jax.Array):
         least_maximum = 0
-    require_number("maximum", maximum, minimum=least_maximum)
+    require_number("multiplier_max", multiplier_max, minimum=least_maximum)
 
     dtype = jnp.result_type(jnp.float32, multiplier, mean_discrepancy)
-    multiplier, mean_discrepancy, tolerance, learning_rate = (
+    multiplier, mean_discrepancy, tolerance, dual_learning_rate = (
         jax.lax.stop_gradient(jnp.asarray(x, dtype))
-        for x in (multiplier, mean_discrepancy, tolerance, learning_rate)
+        for x in (multiplier, mean_discrepancy, tolerance, dual_learning_rate)
     )
-    moved = jnp.clip(
-        multiplier + learning_rate * (mean_discrepancy - tolerance), minimum, maximum
-    ).astype(dtype)
-    return jnp.where(jnp.isfinite(mean_discrepancy), moved, multiplier)
+    moved = multiplier + dual_learning_rate * (mean_discrepancy - tolerance)
+    projected = jnp.clip(moved, multiplier_min, multiplier_max).astype(dtype)
+    return jnp.where(jnp.isfinite(mean_discrepancy), projected, multiplier)
 
 
 def measured_tolerance(

@@ -145,20 +145,20 @@ def dual_update(
     mean_discrepancy: float,
     *,
     tolerance: float,
-    learning_rate: float,
-    minimum: float = 0.0,
-    maximum: float = 1.0,
+    dual_learning_rate: float,
+    multiplier_min: float = 0.0,
+    multiplier_max: float = 1.0,
 ) -> float:
-    """clip(lambda + eta (mean - c), minimum, maximum) (Eq. 11), in float32.
+    """clip(lambda + eta (mean - c), multiplier_min, multiplier_max) (Eq. 11), in float32.
 
     A mean that is not finite leaves lambda as it is.
     """
     if not math.isfinite(mean_discrepancy):
         return multiplier
     before, rate, mean, c = torch.tensor(
-        [multiplier, learning_rate, mean_discrepancy, tolerance], dtype=torch.float32
+        [multiplier, dual_learning_rate, mean_discrepancy, tolerance], dtype=torch.float32
     )
-    return float((before + rate * (mean - c)).clamp(minimum, maximum))
+    return float((before + rate * (mean - c)).clamp(multiplier_min, multiplier_max))
 
 
 def discrepancy_statistics(
@@ -254,8 +254,8 @@ class DcGrpo:
     Attributes:
         tolerance: c, in the unit of `measure`; docs/probe.md tells how to choose it.
         multiplier: lambda of the next step, in advantage per discrepancy.
-        learning_rate: eta.
-        minimum, maximum: ends of lambda.
+        dual_learning_rate: eta.
+        multiplier_min, multiplier_max: ends of lambda.
         measure, sided: options of `token_discrepancy`.
         history: lambda after each update, so that a run can go back to an earlier checkpoint.
 
@@ -265,24 +265,25 @@ class DcGrpo:
 
     tolerance: float
     multiplier: float = 0.1
-    learning_rate: float = 1.0
-    minimum: float = 0.0
-    maximum: float = 1.0
+    dual_learning_rate: float = 1.0
+    multiplier_min: float = 0.0
+    multiplier_max: float = 1.0
     measure: str = "diff"
     sided: str = "two"
     history: list[float] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in ("tolerance", "learning_rate", "minimum"):
+        for name in ("tolerance", "dual_learning_rate", "multiplier_min"):
             value = getattr(self, name)
             if isinstance(value, str):
                 raise ValueError(f"{name} is {value!r}: must be a number (YAML: 0.001, not 1e-3)")
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}: must be a finite number from 0")
-        if not self.minimum <= self.multiplier <= self.maximum < math.inf:
+        if not self.multiplier_min <= self.multiplier <= self.multiplier_max < math.inf:
             raise ValueError(
-                f"multiplier is {self.multiplier}: must be from minimum={self.minimum} to finite "
-                f"maximum={self.maximum}"
+                f"multiplier is {self.multiplier}: must be from "
+                f"multiplier_min={self.multiplier_min} to finite "
+                f"multiplier_max={self.multiplier_max}"
             )
         token_discrepancy(torch.zeros(1), torch.zeros(1), measure=self.measure, sided=self.sided)
 
@@ -367,9 +368,9 @@ class DcGrpo:
             self.multiplier,
             mean_discrepancy,
             tolerance=self.tolerance,
-            learning_rate=self.learning_rate,
-            minimum=self.minimum,
-            maximum=self.maximum,
+            dual_learning_rate=self.dual_learning_rate,
+            multiplier_min=self.multiplier_min,
+            multiplier_max=self.multiplier_max,
         )
         self.history.append(self.multiplier)
 
@@ -408,10 +409,10 @@ class DcGrpo:
                 )
             history = history[:steps]
             multiplier = history[-1]
-        if not self.minimum <= multiplier <= self.maximum:
+        if not self.multiplier_min <= multiplier <= self.multiplier_max:
             raise ValueError(
-                f"{path}: multiplier is {multiplier}, must be from minimum={self.minimum} to "
-                f"maximum={self.maximum}"
+                f"{path}: multiplier is {multiplier}, must be from "
+                f"multiplier_min={self.multiplier_min} to multiplier_max={self.multiplier_max}"
             )
         self.multiplier = multiplier
         self.history = history

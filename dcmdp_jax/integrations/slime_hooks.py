@@ -19,7 +19,15 @@ import torch
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, described, require_columns
 
 _LOG = logging.getLogger(__name__)
-_SETTINGS = "tolerance", "multiplier", "learning_rate", "minimum", "maximum", "measure", "sided"
+_SETTINGS = (
+    "tolerance",
+    "multiplier",
+    "dual_learning_rate",
+    "multiplier_min",
+    "multiplier_max",
+    "measure",
+    "sided",
+)
 _state: DcGrpo | None = None
 
 
@@ -31,8 +39,8 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
 
     Args:
         args: slime's; `dc_grpo_tolerance` and, if given, `dc_grpo_multiplier`,
-            `dc_grpo_learning_rate`, `dc_grpo_minimum`, `dc_grpo_maximum`, `dc_grpo_measure`,
-            `dc_grpo_sided`, and `dc_grpo_state`, the JSON file of lambda.
+            `dc_grpo_dual_learning_rate`, `dc_grpo_multiplier_min`, `dc_grpo_multiplier_max`,
+            `dc_grpo_measure`, `dc_grpo_sided`, and `dc_grpo_state`, the JSON file of lambda.
         rollout_data: `log_probs`, `rollout_log_probs`, `loss_masks`, `rewards`, a list entry for
             each sample.
 

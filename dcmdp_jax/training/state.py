@@ -48,9 +48,9 @@ def update_dual(
         dual.multiplier,
         bounded,
         tolerance=dual.tolerance,
-        learning_rate=settings.dual_learning_rate,
-        minimum=0.0,
-        maximum=settings.multiplier_max,
+        dual_learning_rate=settings.dual_learning_rate,
+        multiplier_min=0.0,
+        multiplier_max=settings.multiplier_max,
     )
     if settings.measured_steps:
         multiplier = jnp.where(step < settings.measured_steps, dual.multiplier, multiplier)

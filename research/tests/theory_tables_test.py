@@ -103,7 +103,7 @@ def test_only_a_budget_on_the_displacement_changes_it():
     # One step by hand from lambda 0: V = 0.45 + 0.970688 / 2 = 0.935344 and d theta = 1/8 (0.9 -
     # 0.970688).
     assert expit(0.125 * (0.9 - 0.970688)) == pytest.approx(eps[1, 1], rel=1e-5)
-    assert float(dual_update(0.0, 0.25, tolerance=0.125, learning_rate=0.05)) == pytest.approx(
+    assert float(dual_update(0.0, 0.25, tolerance=0.125, dual_learning_rate=0.05)) == pytest.approx(
         eps[1, 0]
     )
 

@@ -191,9 +191,9 @@ def compiled_step(laid, per_completion, *, method, mode, measure, sided, level):
         MULTIPLIER,
         delta_sum.value(),
         tolerance=TOLERANCE,
-        learning_rate=RATE,
-        minimum=0.0,
-        maximum=1.0,
+        dual_learning_rate=RATE,
+        multiplier_min=0.0,
+        multiplier_max=1.0,
     )
     return {
         "loss": value,

@@ -55,7 +55,7 @@ HEAD = LOGPROBS | {
 }
 GROUP = {"rewards": REWARDS, "group_ids": GROUPS, "valid": VALID}
 MEASURE = {"measure": "diff", "sided": "two"}
-ASCENT = {"learning_rate": ONE, "minimum": np.float32(0), "maximum": ONE}
+ASCENT = {"dual_learning_rate": ONE, "multiplier_min": np.float32(0), "multiplier_max": ONE}
 
 
 def _of_tokens(function, **more):

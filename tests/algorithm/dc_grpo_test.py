@@ -24,7 +24,7 @@ from tests.support import step_runs
 from tests.support.sampling import Rollout
 
 LENGTHS = (5, 3, 1, 4, 2, 5, 5, 1)
-CONSTANTS = {"multiplier": 0.4, "tolerance": 0.05, "learning_rate": 1.5, "clip_high": 0.24}
+CONSTANTS = {"multiplier": 0.4, "tolerance": 0.05, "dual_learning_rate": 1.5, "clip_high": 0.24}
 NAMES = (
     "train_logprobs",
     "old_logprobs",
@@ -86,7 +86,7 @@ def equations(data, aggregation="seq_mean_token_mean", limit=7):
         "penalized_advantages": A_dc * m,
         "ratio": gamma,
         "next_multiplier": np.clip(
-            data["multiplier"] + data["learning_rate"] * (mean - data["tolerance"]), 0, 1
+            data["multiplier"] + data["dual_learning_rate"] * (mean - data["tolerance"]), 0, 1
         ),
     }
 
@@ -114,7 +114,7 @@ def loop(data):
             total = total + delta
             tokens = tokens + 1
         loss -= of_tokens / length / len(LENGTHS)
-    moved = data["multiplier"] + data["learning_rate"] * (total / tokens - data["tolerance"])
+    moved = data["multiplier"] + data["dual_learning_rate"] * (total / tokens - data["tolerance"])
     return loss, min(max(moved, 0.0), 1.0)
 
 
@@ -195,7 +195,7 @@ def test_it_is_the_composition_of_the_public_parts():
     assert float(value) == pytest.approx(-per_completion.mean(), rel=1e-6)
     np.testing.assert_array_equal(aux.penalized_advantages, np.where(mask, penalized, 0))
     assert float(aux.next_multiplier) == dcmdp_jax.dual_update(
-        0.4, mean, tolerance=0.05, learning_rate=1.5
+        0.4, mean, tolerance=0.05, dual_learning_rate=1.5
     )
 
 

@@ -26,7 +26,7 @@ def _of_the_step():
     return {
         "clip_low": region.parameters["low"],
         "clip_high": region.parameters["high"],
-        "learning_rate": settings.dual_learning_rate,
+        "dual_learning_rate": settings.dual_learning_rate,
         "multiplier_min": 0.0,  # `update_dual`
         "multiplier_max": settings.multiplier_max,
         "aggregation": settings.aggregation,
@@ -46,9 +46,9 @@ def test_its_parts_have_them_too():
     whole = _of_the_step()
     assert _defaults(clipped_surrogate) == {name: whole[name] for name in ("clip_low", "clip_high")}
     assert _defaults(dual_update) == {
-        "learning_rate": whole["learning_rate"],
-        "minimum": whole["multiplier_min"],
-        "maximum": whole["multiplier_max"],
+        "dual_learning_rate": whole["dual_learning_rate"],
+        "multiplier_min": whole["multiplier_min"],
+        "multiplier_max": whole["multiplier_max"],
     }
     scale = _defaults(group_advantages)
     assert (scale["epsilon"], scale["normalize_std"]) == (
@@ -73,7 +73,7 @@ def test_torch_has_them_too():
         dc_grpo_torch.DcGrpo,
     ):
         here = _defaults(function)
-        names = {"minimum": "multiplier_min", "maximum": "multiplier_max"}
+        names = {"multiplier_min": "multiplier_min", "multiplier_max": "multiplier_max"}
         shared = {names.get(name, name): value for name, value in here.items()}
         shared = {name: value for name, value in shared.items() if name in whole}
         assert shared, function

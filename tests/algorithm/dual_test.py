@@ -12,7 +12,15 @@ import pytest
 from dcmdp_jax.algorithm import dual
 
 
-def run(multiplier, values, *, tolerance=0.25, learning_rate=1.0, minimum=0.0, maximum=1.0):
+def run(
+    multiplier,
+    values,
+    *,
+    tolerance=0.25,
+    dual_learning_rate=1.0,
+    multiplier_min=0.0,
+    multiplier_max=1.0,
+):
     """The multiplier after each value."""
     multipliers = []
     for value in values:
@@ -20,9 +28,9 @@ def run(multiplier, values, *, tolerance=0.25, learning_rate=1.0, minimum=0.0, m
             multiplier,
             value,
             tolerance=tolerance,
-            learning_rate=learning_rate,
-            minimum=minimum,
-            maximum=maximum,
+            dual_learning_rate=dual_learning_rate,
+            multiplier_min=multiplier_min,
+            multiplier_max=multiplier_max,
         )
         multipliers.append(float(multiplier))
     return multipliers
@@ -31,7 +39,7 @@ def run(multiplier, values, *, tolerance=0.25, learning_rate=1.0, minimum=0.0, m
 def test_steps_by_hand():
     # 0.5 + 2 (0.375 - 0.25) = 0.75, then 0.75 + 2 (0.125 - 0.25) = 0.5. Descent would give 0.25
     # first.
-    assert run(0.5, [0.375, 0.125], learning_rate=2.0) == [0.75, 0.5]
+    assert run(0.5, [0.375, 0.125], dual_learning_rate=2.0) == [0.75, 0.5]
 
 
 def test_paper_setting_moves_by_the_violation():
@@ -42,7 +50,7 @@ def test_paper_setting_moves_by_the_violation():
 def test_without_discrepancy_the_multiplier_falls_to_its_floor_and_with_a_large_one_rises_to_its_cap():
     # By 0.25 a step: 0.35, 0.125. By 0.5: 0.9, 1, 1, and one step under tolerance leaves the cap at
     # once: no wind-up.
-    assert run(0.6, [0.0] * 4, minimum=0.125) == [pytest.approx(0.35), 0.125, 0.125, 0.125]
+    assert run(0.6, [0.0] * 4, multiplier_min=0.125) == [pytest.approx(0.35), 0.125, 0.125, 0.125]
     assert run(0.4, [0.75] * 3 + [0.0]) == [pytest.approx(0.9), 1.0, 1.0, 0.75]
 
 
@@ -56,11 +64,11 @@ def test_jitted_has_one_trace():
     @jax.jit
     def step(multiplier, value):
         traced.append(value)
-        return dual.dual_update(multiplier, value, tolerance=0.25, learning_rate=0.5)
+        return dual.dual_update(multiplier, value, tolerance=0.25, dual_learning_rate=0.5)
 
     values = (0.3, np.nan, 0.1, 0.9)
     multiplier = dual.dual_init(0.1, tolerance=0.25).multiplier
-    for value, eager in zip(values, run(0.1, values, learning_rate=0.5), strict=True):
+    for value, eager in zip(values, run(0.1, values, dual_learning_rate=0.5), strict=True):
         multiplier = step(multiplier, value)
         np.testing.assert_allclose(multiplier, eager, rtol=1e-6)
     assert len(traced) == 1
@@ -80,7 +88,7 @@ def test_init_refuses(multiplier, tolerance, message):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"tolerance": -1.0}, {"learning_rate": float("inf")}, {"maximum": -1.0}]
+    "changes", [{"tolerance": -1.0}, {"dual_learning_rate": float("inf")}, {"multiplier_max": -1.0}]
 )
 def test_update_refuses(changes):
     with pytest.raises(ValueError, match=f"{next(iter(changes))}="):

@@ -54,7 +54,12 @@ def test_token_discrepancy_is_ours(measure, sided):
 
 
 def test_fifty_steps_of_penalizing_and_dual_ascent_are_ours():
-    settings = {"tolerance": 0.02, "learning_rate": 0.5, "minimum": 0.0, "maximum": 1.0}
+    settings = {
+        "tolerance": 0.02,
+        "dual_learning_rate": 0.5,
+        "multiplier_min": 0.0,
+        "multiplier_max": 1.0,
+    }
     theirs = DcGrpo(multiplier=0.1, **settings)
     multiplier = 0.1
     seen = set()
@@ -113,7 +118,7 @@ def test_the_surrogate_and_its_gradient_are_ours():
 
 def test_a_penalty_by_hand():
     """p = 0.5, 0.4; q = 0.4, 0.6: deltas 0.1 and 0.2, mean 0.15. A = 1, lambda = 2: 0.8 and 0.6. lambda += 10 (0.15 - 0.05)."""  # noqa: E501
-    dc_grpo = DcGrpo(tolerance=0.05, multiplier=2.0, learning_rate=10.0, maximum=5.0)
+    dc_grpo = DcGrpo(tolerance=0.05, multiplier=2.0, dual_learning_rate=10.0, multiplier_max=5.0)
     p = torch.tensor([[0.5, 0.4, 0.9]]).log()
     q = torch.tensor([[0.4, 0.6, 0.1]]).log()
     penalized, metrics = dc_grpo.penalize(torch.ones(1), p, q, torch.tensor([[1, 1, 0]]))
@@ -196,7 +201,7 @@ def test_the_state_is_json_and_comes_back(tmp_path):
         ({"tolerance": -1}, "tolerance is -1"),
         ({"tolerance": "1e-3"}, "tolerance is '1e-3': must be a number .YAML: 0.001"),
         ({"tolerance": 0.1, "multiplier": 2}, "multiplier is 2"),
-        ({"tolerance": 0.1, "maximum": float("inf")}, "finite maximum=inf"),
+        ({"tolerance": 0.1, "multiplier_max": float("inf")}, "finite multiplier_max=inf"),
         ({"tolerance": 0.1, "measure": "kl"}, "measure='kl'"),
     ],
 )

@@ -29,7 +29,7 @@ from tests.support.penalized_tokens import MASK, MOVED, PENALIZED, A, P, Q  # no
 
 
 def _dc_grpo():
-    return DcGrpo(tolerance=0.02, multiplier=0.5, learning_rate=2.0)
+    return DcGrpo(tolerance=0.02, multiplier=0.5, dual_learning_rate=2.0)
 
 
 def test_skyrl_penalizes_the_batch_and_keeps_lambda_with_its_checkpoints(tmp_path):
@@ -82,7 +82,7 @@ def test_slime_gets_advantages_and_returns_of_each_sample(tmp_path, monkeypatch)
     args = types.SimpleNamespace(
         dc_grpo_tolerance=0.02,
         dc_grpo_multiplier=0.5,
-        dc_grpo_learning_rate=2.0,
+        dc_grpo_dual_learning_rate=2.0,
         dc_grpo_state=str(path),
     )
     batch = _slime_batch()
@@ -165,7 +165,7 @@ class LossInputs:
 
 def test_prime_rls_loss_has_the_penalized_gradient_and_lambda_moves_once_in_an_update(tmp_path):
     path = tmp_path / "dc_grpo.json"
-    settings = {"tolerance": 0.02, "multiplier": 0.5, "learning_rate": 2.0, "state_path": path}
+    settings = {"tolerance": 0.02, "multiplier": 0.5, "dual_learning_rate": 2.0, "state_path": path}
     loss = prime_rl_loss.DcGrpoLoss(**settings)
     parameter = torch.nn.Parameter(P.clone())
     optimizer = torch.optim.SGD([parameter], lr=0.0)
@@ -191,7 +191,7 @@ def test_prime_rls_tokens_without_a_log_prob_are_not_in_the_mean():
     """Deltas 0.1, NaN, 0: lambda moves by the mean over two tokens, 0.05, not over three,
     0.0333.
     """
-    loss = prime_rl_loss.DcGrpoLoss(tolerance=0.02, multiplier=0.5, learning_rate=2.0)
+    loss = prime_rl_loss.DcGrpoLoss(tolerance=0.02, multiplier=0.5, dual_learning_rate=2.0)
     engine = Q[0].clone()
     engine[1] = torch.nan
     parameter = torch.nn.Parameter(P[0].clone())

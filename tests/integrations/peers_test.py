@@ -33,7 +33,7 @@ def verl():
     _installed("verl.trainer.ppo.ray_trainer")
     from dcmdp_jax.integrations.verl_hooks import register
 
-    dc_grpo = DcGrpo(tolerance=0.02, multiplier=0.5, learning_rate=2.0)
+    dc_grpo = DcGrpo(tolerance=0.02, multiplier=0.5, dual_learning_rate=2.0)
     recorded = []
     register(dc_grpo, on_batch=recorded.append)
     return dc_grpo, recorded
@@ -142,7 +142,7 @@ def test_skyrls_own_batch_estimator_and_loss_take_the_penalty():
     batch = TrainingInputBatch(
         {"advantages": advantages, "action_log_probs": P, "rollout_logprobs": Q, "loss_mask": MASK}
     )
-    dc_grpo = DcGrpo(tolerance=0.02, multiplier=0.5, learning_rate=2.0)
+    dc_grpo = DcGrpo(tolerance=0.02, multiplier=0.5, dual_learning_rate=2.0)
     metrics = penalize(dc_grpo, batch)
     a = 0.5 / (0.5**0.5 + 1e-6)
     expected = torch.tensor([[a - 0.05, a - 0.1, a], [-a - 0.05, -a - 0.1, 0.0]])
@@ -177,7 +177,7 @@ def test_prime_rls_own_compute_loss_calls_the_loss_for_each_sample():
     prime_rl_loss._loss = None
     config = CustomLossConfig(
         import_path="dcmdp_jax.integrations.prime_rl_loss.dc_grpo_loss",
-        kwargs={"tolerance": 0.02, "multiplier": 0.5, "learning_rate": 2.0},
+        kwargs={"tolerance": 0.02, "multiplier": 0.5, "dual_learning_rate": 2.0},
     )
     parameter = torch.nn.Parameter(P.clone())
     optimizer = torch.optim.SGD([parameter], lr=0.0)
@@ -209,6 +209,6 @@ def test_slimes_own_loader_finds_the_function():
 
 def test_the_dual_step_by_hand():
     # 0.5 + 2 (0.12 - 0.02) = 0.7, what the tests above expect.
-    assert dual_update(0.5, 0.12, tolerance=0.02, learning_rate=2.0) == pytest.approx(
+    assert dual_update(0.5, 0.12, tolerance=0.02, dual_learning_rate=2.0) == pytest.approx(
         MOVED, abs=1e-6
     )

@@ -49,7 +49,12 @@ STEPS = 20
 GROUP = 8
 PROMPTS = 4
 TOKENS = 24
-SETTINGS = {"tolerance": 0.016, "learning_rate": 10.0, "minimum": 0.0, "maximum": 1.0}
+SETTINGS = {
+    "tolerance": 0.016,
+    "dual_learning_rate": 10.0,
+    "multiplier_min": 0.0,
+    "multiplier_max": 1.0,
+}
 START = 0.3
 
 
