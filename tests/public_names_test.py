@@ -174,6 +174,6 @@ def test_the_api_reference_is_that_of_the_docstrings():
     entries = set(re.findall(r"^### dcmdp_jax\.(\w+)$", page, re.MULTILINE))
     assert entries == set(dcmdp_jax.__all__) - {"__version__"}
     # A function's arguments are a list under its signature; a class's methods follow it.
-    assert "### dcmdp_jax.dual_update\n\n```python\ndual_update(multiplier, mean_disc" in page
-    assert "- `learning_rate`: eta, multiplier units per unit of discrepancy." in page
+    assert "### dcmdp_jax.dual_update\n\n```python\ndual_update(\n    multiplier,\n" in page
+    assert "- `dual_learning_rate`: eta, multiplier units per unit of discrepancy." in page
     assert "#### sync_weights\n" in page and "#### _" not in page

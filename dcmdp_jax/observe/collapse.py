@@ -6,7 +6,10 @@ import numpy as np
 
 from dcmdp_jax.observe.alarms import ALARMS, Series
 
-_LEAST_STEPS = 10
+LEAST_STEPS = 10
+"""Steps from which on a fall of the reward is judged."""
+_STILL_HIGH = 0.9
+"""Share of its best at which the reward has not begun to fall."""
 _OTHER_ALERTS = ("penalty", "identical", "rounding", "truncation")
 """Alerts that are about something else than the mismatch."""
 
@@ -97,7 +100,7 @@ class CollapseSigns:
     """Signs in the steps up to a fall of the reward. Only a zero-mismatch control decides.
 
     Attributes:
-        step: where the reward fell below half its best.
+        step: the last one before the fall.
         supporting: sentences for the mismatch as the cause.
         opposing: sentences for another cause.
     """
@@ -110,7 +113,7 @@ class CollapseSigns:
     def lines(self) -> list[str]:
         """A heading, the signs, and what decides."""
         return [
-            f"The reward fell below half its best in step {self.step}: is the mismatch why?",
+            f"After step {self.step} the reward fell by more than half: is the mismatch why?",
             *(f"  it is: {advice}" for advice in self.supporting),
             *(f"  it is not: {advice}" for advice in self.opposing),
             "  A control decides: the same run and seeds, sampled by the training stack itself or "
@@ -121,24 +124,28 @@ class CollapseSigns:
 def collapse_signs(series: Series) -> CollapseSigns | None:
     """Look for the signs; None if the reward was not recorded, or ends above half its best.
 
-    The rules are ours. A value is a mean over a tenth of the steps.
+    The rules are ours. A value is a mean over a tenth of the steps. A reward that can be negative
+    is measured from its lowest value.
     """
     steps, rewards = _finite(series, "reward/mean")
-    if len(steps) < _LEAST_STEPS:
+    if len(steps) < LEAST_STEPS:
         return None
     window = len(steps) // 10
     means = np.convolve(rewards, np.full(window, 1 / window), "valid")
-    best = int(np.argmax(means))
-    is_low = means < means[best] / 2
+    heights = means - min(0.0, means.min())
+    best = int(np.argmax(heights))
+    is_low = heights < heights[best] / 2
     if not is_low[-1]:
         return None
     first_low = best + int(np.argmax(is_low[best:]))
-    fall = int(steps[first_low + window - 1])
+    is_high = heights[:first_low] >= _STILL_HIGH * heights[best]
+    last_high = int(np.flatnonzero(is_high)[-1])
+    fall = int(steps[last_high + window - 1])
 
     values_before = {}
     for name in series:
         times, values = _finite(series, name)
-        values_before[name] = values[times < fall]
+        values_before[name] = values[times <= fall]
 
     def advice_of(signs: tuple[_Sign, ...]) -> list[str]:
         nothing = np.zeros(0)

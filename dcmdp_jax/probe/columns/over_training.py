@@ -11,7 +11,7 @@ import numpy as np
 
 from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.observe.alarms import OF_A_BUDGET, Alarm, Series, alarms
-from dcmdp_jax.observe.collapse import CollapseSigns, collapse_signs
+from dcmdp_jax.observe.collapse import LEAST_STEPS, CollapseSigns, collapse_signs
 from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY
 from dcmdp_jax.probe.columns.formats import (
     RecordedFile,
@@ -103,6 +103,20 @@ class OverTraining:
     def has_rewards(self) -> bool:
         """Whether every step has a reward."""
         return not np.isnan([step.reward for step in self.steps]).any()
+
+    @property
+    def without_collapse(self) -> str:
+        """Why `collapse` is None, in words; "" where it is not."""
+        if self.collapse:
+            return ""
+        if not self.has_rewards:
+            return (
+                "no reward in this recording: whether it collapsed is not judged "
+                "(Recorder.write takes rewards)"
+            )
+        if len(self.steps) < LEAST_STEPS:
+            return f"fewer than {LEAST_STEPS} steps: whether the reward collapsed is not judged"
+        return "the reward did not fall by more than half"
 
     def without_recommendation(self) -> "OverTraining":
         """The same where no c is recommended: without the alarms that compare with one."""

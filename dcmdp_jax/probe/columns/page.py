@@ -218,11 +218,9 @@ def _over_training(over: over_training.OverTraining) -> list[str]:
     lines.append(heading)
     lines += [f"  {alarm.name}: {alarm.text}" for alarm in over.alarms]
 
-    if not over.has_rewards:
-        lines.append("no reward in this recording: whether it collapsed is not judged")
     if over.collapse:
-        lines += over.collapse.lines
-    return lines
+        return lines + over.collapse.lines
+    return [*lines, over.without_collapse]
 
 
 def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
