@@ -128,7 +128,7 @@ def test_a_notebook_installs_the_checkout_around_it_and_says_what_to_do_without_
         for cell in cells
         if "skip-execution" in cell["metadata"].get("tags", [])
     ]
-    [installed] = re.findall(r"^ +%pip install --quiet (.*)$", code, re.M)
+    [installed] = re.findall(r"^%pip install --quiet (.*)$", code, re.M)
     code = re.sub(
         r"%pip .*$", f"print({installed!r})", code, count=1, flags=re.M
     )  # a command of IPython
@@ -137,11 +137,13 @@ def test_a_notebook_installs_the_checkout_around_it_and_says_what_to_do_without_
     assert capsys.readouterr().out == f"{installed}\n" and Path(installed).resolve() == _ROOT
     (tmp_path / "alone").mkdir()
     monkeypatch.chdir(tmp_path / "alone")
-    exec(code, {})
-    said = capsys.readouterr().out
-    assert (
-        said == "In Colab: upload a zip of the checkout, then run `!unzip -q dcmdp_jax.zip` and "
-        "`%cd dcmdp_jax/docs/notebooks`, and this cell again\n"
+    # It raises, so that the cells below do not run.
+    with pytest.raises(SystemExit) as stopped:
+        exec(code, {})
+    assert str(stopped.value) == (
+        "In Colab: make dcmdp_jax.zip in a checkout by `git archive --prefix=dcmdp_jax/ "
+        "-o dcmdp_jax.zip HEAD`, upload it, run `!unzip -q dcmdp_jax.zip` and "
+        "`%cd dcmdp_jax/docs/notebooks` in a new cell, and then this one again"
     )
 
 
