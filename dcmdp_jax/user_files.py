@@ -60,6 +60,8 @@ def load_object(text: str, kind: str = "object") -> Any:
 
 
 def _import(text: str, source: str) -> Any:
+    if source.endswith(".py") and not Path(source).exists():
+        raise UserError(f"{text}: no such file")
     try:
         if not source.endswith(".py"):
             return importlib.import_module(source)

@@ -102,8 +102,14 @@ def load_values(
     Raises:
         UserError: in one line, for a file that is missing or fails.
     """
-    if Path(location).suffix in (".yaml", ".yml", ".toml"):
-        values = _read(location)
+    file, _, argument = location.partition(":")
+    if Path(file).suffix in (".yaml", ".yml", ".toml"):
+        if argument:
+            raise UserError(
+                f"--config: {location}: {file} takes no argument; change its settings, as by "
+                "--config.algorithm.method=grpo"
+            )
+        values = _read(file)
     else:
         config = call_function("--config", location, "get_config", (ConfigDict, Mapping))
         values = config.to_dict() if isinstance(config, ConfigDict) else dict(config)

@@ -290,7 +290,7 @@ def whole_directory(directory: Path, *, overwrite: bool) -> Iterator[Path]:
         raise FileExistsError(f"{directory}: is a file, choose another directory")
     if directory.is_dir() and any(directory.iterdir()) and not overwrite:
         raise FileExistsError(
-            f"{directory}: is not empty, choose another directory or ask to overwrite"
+            f"{directory}: is not empty, choose another directory, or --overwrite"
         )
     directory.parent.mkdir(parents=True, exist_ok=True)
     for stale in directory.parent.glob(f".{name}.partial-*"):

@@ -87,6 +87,7 @@ def _described_sampling(run: Run) -> dict[str, str]:
     environment = config.task.environment
     if environment:
         environment += f", at most {config.task.max_turns} turns of {config.turn_tokens} tokens"
+    suffix = config.task.prompt_suffix
     completions = packing.mini_batches * packing.completions
     warm_up = "none"
     if run.task.worked_solutions is not None:
@@ -97,6 +98,7 @@ def _described_sampling(run: Run) -> dict[str, str]:
         "engine": _engine(run),
         "problems": f"{len(train.problems):,} to train on ({train.dropped} dropped: prompt too "
         f"long{control}){held_out}",
+        "suffix": f"{suffix!r} after each problem" if suffix else "",
         "mixture": _mixture(run.task),
         "rewards": ", ".join(f"{weight:g} x {name}" for name, weight in config.rewards.weighted),
         "environment": environment,

@@ -4,6 +4,8 @@ import dataclasses
 import logging
 import time
 from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
 
 from dcmdp_jax.activity import activity
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
@@ -75,6 +77,8 @@ def start(
                 )
                 new = programs.create(state.params, dual)
                 state = state._replace(**{name: getattr(new, name)})
+        if config.model.path:
+            _warn_of_changed_model(Path(config.model.path), task.started)
         checkpoints.check_problems(step, may_change=config.task.on_changed_data == "continue")
         show(f"resuming {config.run_dir} after step {step}")
         prompts_taken = checkpoints.prompts_taken(step)
@@ -94,6 +98,17 @@ def start(
         if task.lora:
             params = weights.initial_adapters(programs.shardings.params)
         return Start(state=programs.create(params, dual), resumed=False, prompts_taken=0)
+
+
+def _warn_of_changed_model(directory: Path, started: datetime) -> None:
+    """Say that a resumed run does not take up weights that were written since it began."""
+    changes = [file.stat().st_mtime for file in directory.glob("*.safetensors")]
+    if max(changes, default=0) > started.timestamp():
+        logger.warning(
+            "%s has changed since this run began, which goes on with its own weights; another "
+            "run_dir begins with the new ones",
+            directory,
+        )
 
 
 def _warm_up(

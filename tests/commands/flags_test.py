@@ -255,6 +255,15 @@ def test_a_config_from_yaml_or_toml_has_the_same_checks(name, tmp_path):
     )
 
 
+def test_a_yaml_file_takes_no_argument(tmp_path):
+    path = tmp_path / "x.yaml"
+    path.write_text(_SETTINGS["x.yaml"])
+    assert error(f"--config={path}:debug") == (
+        f"--config: {path}:debug: {path} takes no argument; change its settings, as by "
+        "--config.algorithm.method=grpo"
+    )
+
+
 def test_a_list_in_yaml_is_no_config(tmp_path):
     (tmp_path / "x.yml").write_text("- 1\n")
     assert error(f"--config={tmp_path}/x.yml").endswith("holds [1], must hold settings by section")

@@ -191,7 +191,7 @@ def test_what_is_no_kind_of_engine_is_one_line(more, attribute, said, tmp_path):
             "yours, is for",
         ),
         ("http", "got 'http', allowed are local, vllm, module:NAME and path.py:NAME"),
-        ("none.py:ENGINE", "none.py:ENGINE: can't import none.py: FileNotFoundError"),
+        ("none.py:ENGINE", "none.py:ENGINE: no such file"),
         ("tests/engines/stub_engine.py:KIND", "stub_engine.py has no object 'KIND'; it has "),
         (
             "tests/engines/stub_engine.py:Settings",

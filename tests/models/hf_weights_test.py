@@ -621,7 +621,7 @@ def test_a_directory_that_holds_something_is_refused(tmp_path):
     before = load_file(out / "model.safetensors")
     other = init_params(TIED, jax.random.key(1))
     with pytest.raises(
-        FileExistsError, match="is not empty, choose another directory or ask to overwrite"
+        FileExistsError, match="is not empty, choose another directory, or --overwrite"
     ):
         save_params(other, TIED, out, dtype="float32")
     _assert_same_bytes(load_file(out / "model.safetensors"), before)

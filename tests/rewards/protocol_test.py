@@ -61,7 +61,7 @@ def test_a_file_may_import_its_neighbors_and_be_called_like_a_module_of_python(
             "no.such.module:f",
             "reward no.such.module:f: can't import no.such.module: ModuleNotFoundError: No module",
         ),
-        ("nowhere.py:f", "reward nowhere.py:f: can't import nowhere.py: FileNotFoundError"),
+        ("nowhere.py:f", "reward nowhere.py:f: no such file"),
         ("math:length", "reward math:length: math has no function 'length'; it has none"),
         (
             f"{_FILE}:lenght",

@@ -82,6 +82,13 @@ def test_rows_are_long_where_the_kernel_skips_other_segments(kernel, most):
     assert placement.packing_on(given, mesh, Compute(attention=kernel)).segments_per_row == 3
 
 
+def test_a_prompt_suffix_is_in_the_plan(tmp_path):
+    _, told = _packing(tmp_path, task__prompt_suffix=" Go.\n", task__max_prompt_tokens=30)
+    assert re.search(r"^suffix +' Go.\\n' after each problem$", told, re.MULTILINE)
+    _, told = _packing(tmp_path, task__prompt_suffix="")
+    assert "suffix" not in told
+
+
 @pytest.mark.parametrize(
     "content", ["", '{"step": 1, "time/over', "damaged\n{}\n", '{"step": 1, "time/overlap": "x"}\n']
 )
