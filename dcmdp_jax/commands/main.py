@@ -10,7 +10,7 @@ from dcmdp_jax.activity import command_starts
 from dcmdp_jax.commands import parsers
 from dcmdp_jax.commands.arguments import nearest
 from dcmdp_jax.commands.failures import DEBUG, run_main
-from dcmdp_jax.engines.process_memory import hide_torch, keep_freed_memory
+from dcmdp_jax.engines.process_memory import hide_torch, keep_freed_memory, share_heap
 from dcmdp_jax.errors import UserError
 
 COMMANDS = {
@@ -26,6 +26,8 @@ COMMANDS = {
     "env": "versions and machine, for a bug report",
 }
 """Module of this folder -> what it does."""
+_DECIDE_ON_HEAPS = ("train", "sft")
+"""Commands that call `share_heap` themselves, once they know the model."""
 _MOVED = {"sweep": "python -m research.studies", "toy": "python -m research.theory"}
 """Command of before -> what runs it in a checkout."""
 
@@ -49,6 +51,8 @@ def console(name: str = "") -> NoReturn:
 
     # Before what they import makes threads.
     keep_freed_memory()
+    if name not in _DECIDE_ON_HEAPS:
+        share_heap()
     hide_torch()
     command_starts()
     # A reward, remedy or engine may be named `module:name`. `python -m` has this directory first.

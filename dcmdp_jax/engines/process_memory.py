@@ -39,17 +39,13 @@ def keep_freed_memory() -> None:
 
     XLA's CPU backend allocates a program's results and temporary memory at each call. glibc takes
     blocks of that size from the kernel and returns them, and the kernel clears each page at its
-    first use: a third of a training step, and four fifths of an addition. All threads share two
-    heaps: with a heap for each, what one thread frees is of no use to the others, and a model of
-    135M parameters took 12 GiB where 6.8 do. With a single heap the blocks that compilation freed
-    slow down every later allocation: in the run that compiled it a step of the demo took 1.0 s, in
-    later runs, which read the program from the cache, 0.4 s. With two it takes 0.5 s.
+    first use: a third of a training step, and four fifths of an addition.
 
     glibc reads only at process start that the heap asks for pages of 2 MiB, which are cleared in a
     tenth of the time: a command restarts once, in place, with `GLIBC_TUNABLES` set. If that is set
     already, nothing is restarted.
     """
-    if platform.libc_ver()[0] != "glibc" or not jax_takes_cpu():
+    if not _sets_malloc():
         return
     if os.environ.get(_TUNABLES) == LARGE_PAGES:
         # glibc has read it; child processes must not inherit it.
@@ -58,12 +54,27 @@ def keep_freed_memory() -> None:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, _TUNABLES: LARGE_PAGES})
     libc = ctypes.CDLL(None)
     for parameter, value in (
-        (_ARENA_MAX, 2),
         (_MMAP_MAX, 0),
         (_TRIM_THRESHOLD, -1),
         (_TOP_PAD, _PAD_BYTES),
     ):
         libc.mallopt(parameter, value)
+
+
+def share_heap() -> None:
+    """Make all threads that start from now on share one heap, in commands on the CPU.
+
+    By default each thread has its own, where a block has at most 64 MiB and what one thread frees
+    is of no use to the others: a model of 135M parameters took 12 GiB where 6.8 do. But compilation
+    leaves a shared heap full of freed blocks, and every later allocation waits for its lock: in the
+    run that compiled it a step of the demo took 1.0 s, in later runs 0.4 s.
+    """
+    if _sets_malloc():
+        ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
+
+
+def _sets_malloc() -> bool:
+    return platform.libc_ver()[0] == "glibc" and jax_takes_cpu()
 
 
 class _Mallinfo2(ctypes.Structure):

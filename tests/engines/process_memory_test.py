@@ -14,7 +14,8 @@ from dcmdp_jax.engines import process_memory
 from tests.support.processes import CAPTURED
 
 _ROOT = Path(__file__).parents[2]
-_PREPARE = "from dcmdp_jax.engines.process_memory import keep_freed_memory\nkeep_freed_memory()\n"
+_PREPARE = "from dcmdp_jax.engines.process_memory import keep_freed_memory, share_heap\nkeep_freed_memory()\n"
+_SHARE = _PREPARE + "share_heap()\n"
 _ADD = """
 import json, os, resource, statistics, sys
 import jax, jax.numpy as jnp
@@ -93,7 +94,7 @@ def test_commands_keep_freed_memory(tmp_path):
     # 80 MiB, more than a thread's heap may hold by default, are 20,480 pages of 4 KiB: each call faults them
     # in again, unless they were kept (or 40 of 2 MiB).
     left = _report(tmp_path / "a", "")
-    kept = _report(tmp_path / "b", _PREPARE)
+    kept = _report(tmp_path / "b", _SHARE)
     assert left["faults"] > 16_000 and kept["faults"] < 250
     # The process started twice, with the same arguments, and others that it starts hear nothing of it.
     assert kept["arguments"] == ["an argument"] and kept["tunables"] is None
@@ -160,7 +161,7 @@ def test_tunables_of_the_user_are_kept(tmp_path):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_freed_memory_can_be_released(tmp_path):
     # Eight arrays of 64 MiB, and what they were made of; in MiB.
-    report = _report(tmp_path, _PREPARE, run=_FREE)
+    report = _report(tmp_path, _SHARE, run=_FREE)
     assert report["full"] - report["freed"] < 64 and report["freed"] - report["kept"] < 64
     assert report["full"] - report["after_release"] > 7 * 64
 
@@ -168,7 +169,23 @@ def test_freed_memory_can_be_released(tmp_path):
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_threads_use_what_others_freed(tmp_path: Path) -> None:
     # Four threads one after another, 64 MiB each.
-    assert 60 < _report(tmp_path, _PREPARE, run=_TAKE_TURNS)["grown"] < 90
+    assert 60 < _report(tmp_path / "a", _SHARE, run=_TAKE_TURNS)["grown"] < 90
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
+def test_threads_have_heaps_of_their_own_until_they_are_told_to_share_one(tmp_path: Path) -> None:
+    # Four threads one after another, 48 MiB each, which fit into a thread's heap. The second takes up the heap
+    # of the first, which has ended: but they are four heaps where all four threads are alive.
+    run = _TAKE_TURNS.replace("2**26", "3 * 2**24").replace(
+        "    libc.free(block)\n", "    libc.free(block)\n    ends.wait()\n"
+    )
+    run = (
+        run.replace("before, threads", "ends = threading.Event()\nbefore, threads")
+        .replace("    thread.join()\nprint", "    time.sleep(0.5)\nends.set()\nprint")
+        .replace("import ctypes, json, threading", "import ctypes, json, threading, time")
+    )
+    assert _report(tmp_path / "own", _PREPARE, run=run)["grown"] > 150
+    assert _report(tmp_path / "shared", _SHARE, run=run)["grown"] < 90
 
 
 def test_commands_tokenize_without_torch(tmp_path):
