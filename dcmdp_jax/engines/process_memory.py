@@ -14,6 +14,7 @@ _ARENA_MAX = -8
 _PAD_BYTES = 1 << 26
 _TUNABLES = "GLIBC_TUNABLES"
 LARGE_PAGES = "glibc.malloc.hugetlb=1"
+_keeps_freed_memory = False
 
 
 def hide_torch() -> None:
@@ -45,7 +46,8 @@ def keep_freed_memory() -> None:
     tenth of the time: a command restarts once, in place, with `GLIBC_TUNABLES` set. If that is set
     already, nothing is restarted.
     """
-    if not _sets_malloc():
+    global _keeps_freed_memory
+    if platform.libc_ver()[0] != "glibc" or not jax_takes_cpu():
         return
     if os.environ.get(_TUNABLES) == LARGE_PAGES:
         # glibc has read it; child processes must not inherit it.
@@ -59,22 +61,19 @@ def keep_freed_memory() -> None:
         (_TOP_PAD, _PAD_BYTES),
     ):
         libc.mallopt(parameter, value)
+    _keeps_freed_memory = True
 
 
 def share_heap() -> None:
-    """Make all threads that start from now on share one heap, in commands on the CPU.
+    """Make all threads that start from now on share one heap, after `keep_freed_memory`.
 
     By default each thread has its own, where a block has at most 64 MiB and what one thread frees
     is of no use to the others: a model of 135M parameters took 12 GiB where 6.8 do. But compilation
     leaves a shared heap full of freed blocks, and every later allocation waits for its lock: in the
     run that compiled it a step of the demo took 1.0 s, in later runs 0.4 s.
     """
-    if _sets_malloc():
+    if _keeps_freed_memory:
         ctypes.CDLL(None).mallopt(_ARENA_MAX, 1)
-
-
-def _sets_malloc() -> bool:
-    return platform.libc_ver()[0] == "glibc" and jax_takes_cpu()
 
 
 class _Mallinfo2(ctypes.Structure):
