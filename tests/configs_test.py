@@ -309,8 +309,11 @@ def test_lambda_has_one_default_cap_and_begins_below_it():
     rise.
     """
     algorithm = Config().algorithm
-    caps = [inspect.signature(dual_update).parameters["maximum"].default]
-    caps += [inspect.signature(dc_grpo_loss).parameters["multiplier_max"].default, DcGrpo.maximum]
+    caps = [inspect.signature(dual_update).parameters["multiplier_max"].default]
+    caps += [
+        inspect.signature(dc_grpo_loss).parameters["multiplier_max"].default,
+        DcGrpo.multiplier_max,
+    ]
     assert caps == [algorithm.multiplier_max] * 3 and not algorithm.begins_at_cap
     for name in ("demo", "demo_vllm", "smollm2", "qwen3_8b", "qwen3_30b_a3b"):
         assert not _config(name).algorithm.begins_at_cap, name

@@ -165,8 +165,8 @@ def test_the_torch_module_on_the_runs_batches_penalizes_and_moves_lambda_as_the_
     dc_grpo = DcGrpo(
         tolerance=settings["tolerance"],
         multiplier=settings["multiplier"],
-        learning_rate=settings["dual_learning_rate"],
-        maximum=settings["multiplier_max"],
+        dual_learning_rate=settings["dual_learning_rate"],
+        multiplier_max=settings["multiplier_max"],
     )
     lambdas = metrics["dual/multiplier"][1]
     by_step = recorded_penalty.read(run.with_name("penalized"))
