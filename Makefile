@@ -40,7 +40,7 @@ demo-probe: $(VENV)/.installed-vllm
 	$(BIN)/python -m bin.probe --model=runs/demo --b=trainer:float32 --out=runs/probe \
 	  --a=vllm:bfloat16 --a=vllm:bfloat16,cache=fp8 --a=vllm:fp8_per_block $(ARGS)
 
-# What a newcomer runs: set-up without torch and vLLM, and the tests that tests/jobs.txt calls first, in ten minutes on two
+# What a newcomer runs: set-up without torch and vLLM, and the tests that tests/jobs.txt calls first, in five minutes on two
 # cores.
 PYTEST := $(BIN)/python -m pytest --numprocesses auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 test: $(VENV)/.installed-test

@@ -1,6 +1,6 @@
 """DC-GRPO on a laptop CPU: multi-step arithmetic, a fresh 0.3M-parameter Qwen3, an fp8 engine.
 
-    dcmdp train --config=configs/demo.py                                 # 3 minutes once installed
+    dcmdp train --config=configs/demo.py                                 # 2 minutes once installed
     dcmdp train --config=configs/demo.py:grpo                            # the baseline
     dcmdp train --config=configs/demo.py --config.rollout.precision=exact  # the control
 
