@@ -73,8 +73,6 @@ def test_torch_has_them_too():
         dc_grpo_torch.DcGrpo,
     ):
         here = _defaults(function)
-        names = {"multiplier_min": "multiplier_min", "multiplier_max": "multiplier_max"}
-        shared = {names.get(name, name): value for name, value in here.items()}
-        shared = {name: value for name, value in shared.items() if name in whole}
+        shared = {name: value for name, value in here.items() if name in whole}
         assert shared, function
         assert shared == {name: whole[name] for name in shared}, function

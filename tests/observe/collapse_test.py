@@ -55,6 +55,7 @@ def test_a_negative_reward_is_measured_from_its_lowest_value():
     assert _signs(rising) is None
     # From -1 to 1 and to 0 is half of the way, not below it; to -0.2 is.
     assert _signs([-1.0] * 5 + [1.0] * 8 + [0.0] * 7) is None
+    assert _signs([-1.0] * 5 + [1.0] * 8 + [-0.2] * 7).step == 13
     there_and_back = [*np.linspace(-3, -0.2, 13), *[-3.0] * 7]
     signs = _signs(there_and_back, discrepancy__mean=[0.001] * 8 + [0.005] * 12)
     assert signs.step == 13

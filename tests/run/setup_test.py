@@ -82,6 +82,18 @@ def test_rows_are_long_where_the_kernel_skips_other_segments(kernel, most):
     assert placement.packing_on(given, mesh, Compute(attention=kernel)).segments_per_row == 3
 
 
+def test_the_threads_of_a_model_above_two_million_parameters_share_a_heap(tmp_path, monkeypatch):
+    shared = []
+    monkeypatch.setattr(placement, "share_heap", lambda: shared.append(True))
+    _plan(tmp_path)
+    assert shared == []
+    # Four layers of 4 * 512 * 512 or more: above 4 million.
+    wide = demo.get_config().model.architecture.to_dict() | {"hidden_size": 512, "num_layers": 4}
+    wide |= {"intermediate_size": 512, "num_heads": 16, "num_kv_heads": 16}
+    _plan(tmp_path, model__architecture=wide)
+    assert shared == [True]
+
+
 def test_a_prompt_suffix_is_in_the_plan(tmp_path):
     _, told = _packing(tmp_path, task__prompt_suffix=" Go.\n", task__max_prompt_tokens=30)
     assert re.search(r"^suffix +' Go.\\n' after each problem$", told, re.MULTILINE)

@@ -2,12 +2,18 @@
 
 import os
 from datetime import UTC, datetime
+from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 
-from dcmdp_jax.training.start import _warn_of_changed_model
+from dcmdp_jax.config.load import from_config_dict
+from dcmdp_jax.run.checkpoint import Checkpoints
+from dcmdp_jax.training.start import _warn_of_changed_model, start
+from dcmdp_jax.training.state import initial_dual
+from dcmdp_jax.types import TrainState
 
-_BEGAN = datetime(2026, 11, 29, 12, tzinfo=UTC)
+_BEGAN = datetime(2001, 11, 29, 12, tzinfo=UTC)
 
 
 @pytest.mark.parametrize(("seconds", "warns"), [(-1, False), (1, True)])
@@ -26,3 +32,26 @@ def test_weights_that_are_newer_than_the_run_are_named(seconds, warns, tmp_path,
             "another run_dir begins with the new ones"
         ]
     assert [record.getMessage() for record in caplog.records] == expected
+
+
+def test_a_resumed_run_looks_at_its_model(tmp_path, caplog):
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    config = from_config_dict({"task": {"train": "x"}, "model": {"path": str(tmp_path)}})
+    dual = initial_dual(config.algorithm)
+    state = TrainState(step=3, params={}, opt_state=(), dual=dual, skipped_in_row=0)
+    checkpoints = mock.Mock(spec=Checkpoints)
+    checkpoints.restore.return_value = state
+    checkpoints.prompts_taken.return_value = 12
+    task = SimpleNamespace(config=config, model=None, started=_BEGAN)
+    run = SimpleNamespace(task=task, weights=None)
+    resumed = start(
+        run,
+        SimpleNamespace(arguments=(state,)),
+        checkpoints,
+        stop=None,
+        check=lambda: None,
+        show=lambda line: None,
+    )
+    assert (resumed.resumed, resumed.prompts_taken) == (True, 12)
+    [record] = caplog.records
+    assert record.getMessage().startswith(f"{tmp_path} has changed since this run began")
