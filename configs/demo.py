@@ -7,13 +7,13 @@
 A supervised warm-up on worked solutions, half of which contain a mistake, gives a policy that knows
 the steps but errs; RL corrects it.
 
-The budget c is 1.25 times the median discrepancy of the first 4 steps. The run promises the rule,
-which tests/demo_multiplier.py checks from its record: lambda_{k+1} = clip(lambda_k + eta (mean
-delta_k - c), 0, 1). Where lambda goes depends on the discrepancy, and so on the processor: it falls
-while the discrepancy is below c and rises while it is above. The report's first sentence says what
-happened. Seen on an Intel Xeon with AVX-512, and with its instructions limited to AVX2: c 0.0014
-and 0.0018, exceeded in 0 and 4 of 36 steps, so lambda falls from 0.10 to 0 within twelve steps and
-stays; held-out avg@8 as in docs/start.md.
+The tolerance c is 1.25 times the median discrepancy of the first 4 steps, or noise floor, if
+larger. The run promises the rule, which tests/demo_multiplier.py checks from its record:
+lambda_{k+1} = clip(lambda_k + eta (mean delta_k - c), 0, 1). Where lambda goes depends on the
+discrepancy, and so on the processor: it falls while the discrepancy is below c and rises while it
+is above. The report's first sentence says what happened. Seen on an Intel Xeon with AVX-512, and
+with its instructions limited to AVX2: c 0.0014 and 0.0018, exceeded in 0 and 4 of 36 steps, so
+lambda falls from 0.10 to 0 within twelve steps and stays; held-out avg@8 as in docs/start.md.
 """
 
 from ml_collections import ConfigDict

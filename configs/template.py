@@ -48,6 +48,6 @@ def get_config(arg: str = "") -> ConfigDict:
     config.optimizer.learning_rate = 1e-6
     config.checkpoint.every_steps = 20
 
-    # c from your engine: 1.25 times the median discrepancy of the first 4 steps.
+    # c from your engine: 1.25 times the median discrepancy of the first 4 steps, or noise floor, if larger.
     config.algorithm.tolerance_steps = 4
     return base.with_options(config, arg)

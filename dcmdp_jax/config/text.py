@@ -39,13 +39,17 @@ def settings_text(word: str) -> str:
     """Settings as text for a terminal: name, default, what is allowed, what it does.
 
     Args:
-        word: part of the names, or what people call one (`OTHER_NAMES`); "" for all.
+        word: part of the names, or what people call one (`OTHER_NAMES`); "" for all. Where no name
+            has it, part of the descriptions.
 
     Raises:
-        UserError: in one line, if no name holds it.
+        UserError: in one line, if neither a name nor a description has it.
     """
     name = OTHER_NAMES.get(word, word)
-    settings = [setting for setting in declared(Config).values() if name in setting.name]
+    every = declared(Config).values()
+    settings = [setting for setting in every if name in setting.name]
+    if not settings:
+        settings = [setting for setting in every if word.lower() in setting.about.doc.lower()]
     if not settings:
         raise unknown_setting(word)
     lines = []

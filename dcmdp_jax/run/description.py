@@ -120,8 +120,8 @@ def _method(settings: AlgorithmSettings) -> str:
     measured = cap = ""
     if settings.measured_steps:
         measured = (
-            f" for {settings.measured_steps} steps, then {settings.tolerance_factor:g} times the "
-            "median discrepancy of these"
+            f" for {settings.measured_steps} steps, then {settings.tolerance_factor:g} times their "
+            "median discrepancy (noise floor, if larger)"
         )
     if settings.begins_at_cap:
         cap = f", lambda begins at its cap of {settings.multiplier_max:g}"

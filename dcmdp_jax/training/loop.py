@@ -52,7 +52,7 @@ def _train(session: TrainingSession, step_batches: Batches) -> None:
     evaluate_policy = functools.partial(_evaluate, session, step_batches)
     session.begin(evaluate_policy)
 
-    while step < config.training.steps:
+    while step < session.last_step:
         timer = phase_timer.PhaseTimer(first=step == first_step)
         sync_metrics = step_batches.sync_weights(state.params, step, timer)
         step_batch = step_batches.make(state, step, timer)

@@ -80,7 +80,7 @@ def _learn(session: TrainingSession) -> None:
     evaluate = functools.partial(_evaluate, session, conversations)
     session.begin(evaluate)
 
-    while session.step < config.training.steps:
+    while session.step < session.last_step:
         timer = phase_timer.PhaseTimer(first=session.step == first_step)
         session.leave_if_asked()
         with timer.phase("pack"):

@@ -45,6 +45,7 @@ class TrainingSession:
         resumed: whether the first state is a checkpoint's.
         older_params: number of finished steps -> the older parameters, by version, that sampled
             what is in flight.
+        last_step: number of the step after which the run ends.
     """
 
     run: Run
@@ -61,6 +62,9 @@ class TrainingSession:
 
     def __post_init__(self) -> None:
         self.config = self.run.task.config
+        self.last_step = self.config.training.steps
+        self._save_every = self.config.checkpoint.every_steps
+        self._evaluate_every = self.config.evaluation.every_steps
         self.hosts = self.run.placement.hosts
         self.step = int(self.state.step)
         self._first_step = self.step
@@ -148,8 +152,8 @@ class TrainingSession:
         kept.
         """
         evaluates = self._evaluation_is_due()
-        last = self.step == self.config.training.steps
-        if evaluates or last or self.step % self.config.checkpoint.every_steps == 0:
+        last = self.step == self.last_step
+        if evaluates or last or self.step % self._save_every == 0:
             self.save()
         if evaluates:
             evaluate()
@@ -157,8 +161,9 @@ class TrainingSession:
 
     def _evaluation_is_due(self) -> bool:
         """Whether to evaluate: before the first step, every N steps, and after the last."""
-        every = self.config.evaluation.every_steps
-        return every > 0 and (self.step % every == 0 or self.step == self.config.training.steps)
+        if self._evaluate_every == 0:
+            return False
+        return self.step % self._evaluate_every == 0 or self.step == self.last_step
 
 
 @contextlib.contextmanager

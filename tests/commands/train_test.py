@@ -295,8 +295,8 @@ def test_a_dry_run_prints_the_plan_and_leaves_no_directory(outcomes):
     )
     assert re.fullmatch(rows + "with a median of 4 tokens", lines["rows"])
     assert (
-        "c = 0.0012 for 4 steps, then 1.25 times the median discrepancy of these, lambda_0"
-        in lines["method"]
+        "c = 0.0012 for 4 steps, then 1.25 times their median discrepancy (noise floor, if larger), "
+        "lambda_0" in lines["method"]
     )
     assert lines["method"].endswith("lambda_0 = 0.1, eta = 50, lambda begins at its cap of 0.1")
     assert lines["problems"] == "64 to train on (0 dropped: prompt too long), 8 of arithmetic x 2"

@@ -3,10 +3,13 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from configs.base import get_config
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.config.settings import Config, setting_names
-from dcmdp_jax.config.text import print_config, settings_page
+from dcmdp_jax.config.text import print_config, settings_page, settings_text
+from dcmdp_jax.errors import UserError
 from dcmdp_jax.fields import declared
 
 _ROOT = Path(__file__).resolve().parents[2]
@@ -47,3 +50,18 @@ def test_a_printed_config_marks_what_differs_from_the_defaults():
         "* algorithm.tolerance = 0.001    # default: 0.0037",
     ]
     assert len(lines) == len(setting_names()) and "  algorithm.multiplier = 0.1" in lines
+
+
+def test_a_word_is_looked_up_in_the_names_then_in_the_descriptions():
+    def names(word):
+        return re.findall(r"--config\.([\w.]+)=", settings_text(word))
+
+    assert names("lr") == ["optimizer.learning_rate"]
+    assert names("algorithm.tolerance") == [
+        "algorithm.tolerance",
+        "algorithm.tolerance_steps",
+        "algorithm.tolerance_factor",
+    ]
+    assert names("vespo") == ["algorithm.trust_region"]  # no name has it
+    with pytest.raises(UserError, match="config.temprature: .* did you mean 'rollout.temperature'"):
+        settings_text("temprature")
