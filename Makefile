@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-INSTALL := $(BIN)/python -m pip install --quiet
+# Bytecode is made at the first import, of what is imported: pip's own compilation takes as long as half a demo.
+INSTALL := $(BIN)/python -m pip install --quiet --no-compile
 # vLLM's CPU build is for Linux; elsewhere its tests are skipped and say so.
 LINUX := $(filter Linux,$(shell uname -s))
 VLLM_FOR_TESTS := $(if $(LINUX),$(VENV)/.installed-vllm)
@@ -94,9 +95,8 @@ $(BIN)/python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed; make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
 
-# Bytecode is made at the first import, of what is imported: pip's own compilation takes as long as half a demo.
 $(VENV)/.installed: pyproject.toml | $(BIN)/python
-	$(INSTALL) --no-compile --editable .
+	$(INSTALL) --editable .
 	touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python $(TORCH_FOR_TESTS)
@@ -104,7 +104,7 @@ $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python $(TORCH_FOR_TESTS)
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-test: pyproject.toml | $(BIN)/python
-	$(INSTALL) --no-compile --editable '.[test]'
+	$(INSTALL) --editable '.[test]'
 	touch $@ $(VENV)/.installed
 
 $(VENV)/.installed-gguf: pyproject.toml | $(BIN)/python
