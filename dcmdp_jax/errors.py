@@ -103,6 +103,11 @@ def suggestion(name: str, allowed: Collection[str]) -> str:
     return f"; did you mean {lowered[near[0]]!r}?" if near else ""
 
 
+def install_extra(extra: str) -> str:
+    """The end of an error about a package that an extra has; nothing but a checkout has them."""
+    return f"pip install 'PATH_OF_A_CHECKOUT[{extra}]'"
+
+
 def describe_error(error: BaseException, source: str) -> str:
     """`KeyError: 'x' (length_reward.py, line 12)`, the last line of the user's file that ran.
 

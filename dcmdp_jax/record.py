@@ -28,7 +28,8 @@ class Recorder:
     """Writes the tokens of a run, each step into a file of its own for each rank.
 
     The first call for a step replaces what an earlier attempt of the run left in its file; further
-    ones append.
+    ones append. Later steps of an earlier attempt stay, with a warning: the probe would read them
+    with this run's.
 
     Args:
         directory: made if absent; the same for all ranks.
@@ -118,13 +119,13 @@ class Recorder:
             self._check_top(top_arrays, ids.shape)
 
         completions = {}
-        for name, values in (
-            ("advantage", advantages),
-            ("reward", rewards),
-            ("group", groups),
-            ("source", sources),
-            ("lag", lags),
-        ):
+        for name, values in {
+            "advantage": advantages,
+            "reward": rewards,
+            "group": groups,
+            "source": sources,
+            "lag": lags,
+        }.items():
             if values is None:
                 continue
             values = _array(values, name)
@@ -156,10 +157,23 @@ class Recorder:
             lines.append(json.dumps(record) + "\n")
         path = self._directory / f"step_{step}" / f"rank_{self._rank}.jsonl"
         os.makedirs(path.parent, exist_ok=True)
+        if not self._begun:
+            self._warn_of_later_steps(step)
         mode = "a" if step in self._begun else "w"
         with path.open(mode, encoding="utf-8") as file:
             file.writelines(lines)
         self._begun.add(step)
+
+    def _warn_of_later_steps(self, step: int) -> None:
+        """An earlier attempt's later steps are replaced as this one gets there; a run's are not."""
+        names = [path.name.removeprefix("step_") for path in self._directory.glob("step_*")]
+        last_step = max((int(name) for name in names if name.isdigit()), default=step)
+        if last_step > step:
+            warnings.warn(
+                f"{self._directory} has steps up to {last_step}, this recording begins at {step}: "
+                "if they are of another run, delete them, or give each run a directory of its own",
+                stacklevel=3,
+            )
 
     def _check_top(self, arrays: list[np.ndarray], shape: tuple[int, ...]) -> None:
         count = arrays[0].shape[-1]

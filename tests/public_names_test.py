@@ -120,7 +120,10 @@ def test_help_begins_with_the_seven_functions_and_names_the_fields_of_the_result
 def test_probabilities_are_refused_by_the_parts_as_by_the_whole():
     probabilities = np.array([[0.9, 0.5], [0.2, 0.0]])
     logprobs = np.log([[0.9, 0.5], [0.2, 0.1]])
-    refused = "is nowhere below 0 on sampled tokens; must be log-probs, not probabilities"
+    refused = (
+        "is nowhere below 0 on sampled tokens; must be log-probs, not probabilities or negated "
+        "log-probs"
+    )
     for call, name in (
         (lambda: dcmdp_jax.token_discrepancy(probabilities, logprobs), "train_logprobs"),
         (lambda: dcmdp_jax.token_discrepancy(logprobs, probabilities), "rollout_logprobs"),

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from dcmdp_jax.algorithm.masked import group_statistics
@@ -75,9 +76,12 @@ def group_advantages(
 
 def _require_group_ids(group_ids: Array) -> None:
     """Raise unless they are integers in 0 .. N-1, as far as their values are known."""
-    dtype = jnp.asarray(group_ids).dtype
+    dtype = group_ids.dtype if isinstance(group_ids, jax.Array) else np.asarray(group_ids).dtype
     if not jnp.issubdtype(dtype, jnp.integer):
-        raise ValueError(f"group_ids has dtype {dtype}; must be integers")
+        raise ValueError(
+            f"group_ids has dtype {dtype}; must be integers: numpy.unique(ids, "
+            "return_inverse=True)[1]"
+        )
     ids = concrete(group_ids)
     if ids is None:
         return

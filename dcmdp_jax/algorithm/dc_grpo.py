@@ -13,6 +13,7 @@ from dcmdp_jax.algorithm import discrepancy, dual, losses, masked, stats, trust_
 from dcmdp_jax.algorithm.advantages import group_advantages
 from dcmdp_jax.algorithm.penalties import penalized_advantages
 from dcmdp_jax.algorithm.require import (
+    LOGPROB_ROUNDING,
     concrete,
     require_gradient,
     require_logprobs,
@@ -213,7 +214,10 @@ def _numbers(name: str, value: Any) -> Array:
             f"{name} is a torch tensor with a gradient, which jax can't follow; use "
             "dcmdp_jax.integrations.dc_grpo_torch"
         ) from None
-    if array.dtype.kind in "cOSUMmV" and array.dtype != jnp.bfloat16:
+    if value is None:
+        raise ValueError(f"{name} is None; must be real numbers")
+    # Group ids must be integers: `group_advantages` says how to number texts.
+    if array.dtype.kind in "cOSUMmV" and array.dtype != jnp.bfloat16 and name != "group_ids":
         raise ValueError(f"{name} has dtype {array.dtype}; must be real numbers")
     return array
 
@@ -284,10 +288,10 @@ def _require_values(
         values = concrete(array)
         if values is not None:
             values = values.astype(float)
-            # NaN is not below.
-            below = ~sampled | (values < np.inf)
-            _require_each(name, values, below, "a log-prob in nats, at most 0")
             require_logprobs(name, values, sampled)
+            # NaN is not below.
+            below = ~sampled | (values <= LOGPROB_ROUNDING)
+            _require_each(name, values, below, "a log-prob in nats, at most 0")
 
 
 def _require_each(name: str, array: np.ndarray, good: np.ndarray, allowed: str) -> None:

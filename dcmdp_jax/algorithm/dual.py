@@ -11,6 +11,7 @@ from jaxtyping import Float
 
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.require import (
+    concrete,
     require_number,
     require_rank,
     require_same_shape,
@@ -77,10 +78,13 @@ def dual_update(
             gradient flows.
 
     Raises:
-        ValueError: if multiplier or mean are no scalars, a number is negative or not finite (not
-            seen under jit), or `multiplier_max` is below `multiplier_min`.
+        ValueError: if an argument is no scalar number, another than the mean is negative or not
+            finite (not seen under jit), or `multiplier_max` is below `multiplier_min`.
     """
     require_rank("mean_discrepancy", mean_discrepancy, 0)
+    mean = concrete(mean_discrepancy)
+    if mean is not None and not jnp.issubdtype(mean.dtype, jnp.number):
+        raise ValueError(f"mean_discrepancy={mean_discrepancy!r}; must be a number")
     require_sizes(
         multiplier=multiplier,
         tolerance=tolerance,

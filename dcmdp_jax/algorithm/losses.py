@@ -23,6 +23,7 @@ from dcmdp_jax.algorithm.masked import (
 )
 from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.require import (
+    concrete,
     require_gradient,
     require_integer,
     require_logprobs,
@@ -277,7 +278,8 @@ def aggregation_weights(
 
     Raises:
         ValueError: if the shapes differ or are not [N], `mode` is unknown, or
-            `max_completion_tokens` is missing for `fixed_length` or not a positive integer.
+            `max_completion_tokens` is missing for `fixed_length`, not a positive integer, or less
+            than a length (not seen under jit).
     """
     require_same_shape(completion_lengths=completion_lengths, loss_mask=loss_mask)
     require_rank("completion_lengths", completion_lengths, 1)
@@ -288,6 +290,13 @@ def aggregation_weights(
         require_same_shape(completion_lengths=completion_lengths, dropped_tokens=dropped_tokens)
 
     lengths = jnp.asarray(completion_lengths, jnp.int32)
+    known_lengths = concrete(lengths)
+    if mode == "fixed_length" and known_lengths is not None:
+        longest = known_lengths.max(initial=0)
+        if longest > max_completion_tokens:
+            raise ValueError(
+                f"max_completion_tokens={max_completion_tokens}; a completion has {longest} tokens"
+            )
     kept_lengths = lengths
     if dropped_tokens is not None:
         kept_lengths = lengths - jnp.asarray(dropped_tokens, jnp.int32)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 
-_ROUNDING = 1e-3
+LOGPROB_ROUNDING = 1e-3
 """Nats by which a log-prob of a certain token may be above 0."""
 
 
@@ -57,9 +57,10 @@ def require_logprobs(name: str, logprobs: Any, mask: Any = None) -> None:
     if array is None or sampled is None:
         return
     values = array.astype(float)[np.broadcast_to(sampled.astype(bool), array.shape)]
-    if (values >= 0).all() and (values > _ROUNDING).any():
+    if (values >= 0).all() and (values > LOGPROB_ROUNDING).any():
         raise ValueError(
-            f"{name} is nowhere below 0 on sampled tokens; must be log-probs, not probabilities"
+            f"{name} is nowhere below 0 on sampled tokens; must be log-probs, not probabilities or "
+            "negated log-probs"
         )
 
 

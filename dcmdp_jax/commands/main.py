@@ -74,8 +74,8 @@ def _command(name: str) -> Callable:
     except ModuleNotFoundError as error:
         message = (
             f"dcmdp {name}: the module {error.name} is not installed. Run it in an environment of "
-            "its own, with this package installed without --no-deps; a trainer's environment needs "
-            "only the recorder and the hooks"
+            "its own, made by pip install PATH_OF_A_CHECKOUT without --no-deps; a trainer's "
+            "environment needs only the recorder and the hooks"
         )
 
     def refuse(_: list[str]) -> None:

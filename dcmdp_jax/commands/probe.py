@@ -331,11 +331,11 @@ def _own_run(files: list[RecordedFile]) -> Path | None:
 def _by_columns(arguments: argparse.Namespace, names: dict[str, str]) -> Measured:
     """Measure two columns of any file."""
     paths = arguments.recording
-    for option, content in (
-        ("token", "token ids"),
-        ("train", "train log-probs"),
-        ("rollout", "rollout log-probs"),
-    ):
+    for option, content in {
+        "token": "token ids",
+        "train": "train log-probs",
+        "rollout": "rollout log-probs",
+    }.items():
         if option not in names:
             raise UserError(f"--{option}-column is missing: name the column of the {content}")
     if len(paths) > 1:

@@ -17,7 +17,14 @@ from typing import Any, Literal
 from dcmdp_jax.data.arithmetic import ArithmeticSpec, arithmetic_problems
 from dcmdp_jax.data.mixtures import ARITHMETIC, is_function, source_name, task_arguments
 from dcmdp_jax.data.rows import PANDAS_INDEX, Answers, problem_from_row
-from dcmdp_jax.errors import UserError, describe_error, one_line, shorten
+from dcmdp_jax.errors import (
+    UserError,
+    describe_error,
+    install_extra,
+    one_line,
+    shorten,
+    suggestion,
+)
 from dcmdp_jax.rewards.math.answers import is_sentence
 from dcmdp_jax.rewards.protocol import Problem, shown
 from dcmdp_jax.user_files import load_object
@@ -162,13 +169,14 @@ def _rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any] | 
         if path.suffix not in _FILE_SUFFIXES or path.is_dir():
             raise UserError(f"data {location}: not a .jsonl or .parquet file")
         if not path.is_file():
-            raise UserError(f"data {location}: no such file")
+            near = suggestion(path.name, [other.name for other in path.parent.glob("*")])
+            raise UserError(f"data {location}: no such file{near}")
         return _jsonl_rows(path) if path.suffix == ".jsonl" else _parquet_rows(path)
     if _HUB_NAME.fullmatch(location) and not location.startswith("."):
         if importlib.util.find_spec("datasets") is None:
             raise UserError(
                 f"data {shorten(location)}: no such file, and reading it from the Hub needs the "
-                "`datasets` library: pip install -e '.[hub]'"
+                f"`datasets` library: {install_extra('hub')}"
             )
         return _hub_rows(location, split)
     raise UserError(

@@ -203,7 +203,8 @@ def encode_prompts(
         )
         if dropped == len(fits):
             raise UserError(
-                f"{limit} = {max_prompt_tokens} leaves no {noun}: the shortest has {min(lengths)}"
+                f"{limit} = {max_prompt_tokens} leaves no {noun}: the shortest has {min(lengths)}; "
+                "raise it"
             )
     return EncodedPrompts(
         problems=list(itertools.compress(problems, fits)),

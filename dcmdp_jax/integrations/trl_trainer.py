@@ -4,9 +4,14 @@
     trainer = DcGrpoTrainer(dc_grpo=DcGrpo(tolerance=0.0037), model=..., args=arguments, ...)
 
 The engine must report log-probs: vLLM does, and so may a `rollout_func`. Set
-`vllm_importance_sampling_correction=False` unless you want TRL's importance weights on top. Metrics
-are logged as `dc_grpo/*`; lambda is kept as dc_grpo.json in each checkpoint, and a resumed run
-takes it from there.
+`vllm_importance_sampling_correction=False` unless you want TRL's importance weights on top.
+
+The penalty changes the advantages alone: `loss_type`, `epsilon`, `importance_sampling_level` and
+TRL's other settings of the loss stay yours. The paper's are `loss_type="grpo"` (TRL's default is
+"dapo"), `epsilon=0.2`, `epsilon_high=0.24` and `beta=0.0`.
+
+Metrics are logged as `dc_grpo/*`; lambda is kept as dc_grpo.json in each checkpoint, and a resumed
+run takes it from there.
 """
 
 from __future__ import annotations
@@ -129,7 +134,8 @@ def _check(arguments: Mapping[str, Any]) -> None:
     if not config.use_vllm and arguments.get("rollout_func") is None:
         raise ValueError(
             "DcGrpoTrainer: use_vllm=False: transformers reports no log-probs of what it samples; "
-            "set use_vllm=True, or give a rollout_func that returns logprobs"
+            "set use_vllm=True, or give a rollout_func that returns logprobs; a control without an "
+            "engine is TRL's own GRPOTrainer"
         )
     if config.use_vllm and config.vllm_importance_sampling_correction:
         logging.getLogger(__name__).warning(

@@ -1,7 +1,7 @@
 """DC-GRPO in verl: a registered advantage estimator and a registered policy loss. And a recorder.
 
 To record for `dcmdp probe`, without a change to training, put into a module of your own, named in
-VERL_USE_EXTERNAL_MODULES so that verl imports it in every process:
+VERL_USE_EXTERNAL_MODULES so that verl imports it where its driver runs:
 
     from dcmdp_jax.integrations.verl_hooks import register_recorder
     from dcmdp_jax.record import Recorder

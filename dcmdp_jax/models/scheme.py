@@ -4,7 +4,7 @@ import dataclasses
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from dcmdp_jax.errors import ArgumentError
+from dcmdp_jax.errors import ArgumentError, install_extra
 
 if TYPE_CHECKING:
     from dcmdp_jax.models.config import ModelConfig
@@ -102,7 +102,7 @@ def check_grouped(precision: str, model: "ModelConfig | None", tensor: int) -> N
         return
     refused = f"got {precision!r}, which"
     if find_spec("qwix") is None:
-        raise ArgumentError("precision", f"{refused} needs qwix: pip install 'dcmdp-jax[qwix]'")
+        raise ArgumentError("precision", f"{refused} needs qwix: {install_extra('qwix')}")
     if model is None:
         return
 

@@ -1,5 +1,6 @@
 """Whether a mismatch explains that the reward fell: signs in a run's metrics, with advice."""
 
+import collections
 import dataclasses
 
 import numpy as np
@@ -9,7 +10,11 @@ from dcmdp_jax.observe.alarms import ALARMS, Series
 LEAST_STEPS = 10
 """Steps from which on a fall of the reward is judged."""
 _STILL_HIGH = 0.9
-"""Share of its best at which the reward has not begun to fall."""
+"""Share of its best, or of its usual height, at which the reward has not begun to fall."""
+_DISCREPANCY = "discrepancy/mean"
+_DOUBLED = 2
+_FEW_LOST = 0.95
+"""Effective sample size from which on a steady mismatch is small."""
 _OTHER_ALERTS = ("penalty", "identical", "rounding", "truncation")
 """Alerts that are about something else than the mismatch."""
 
@@ -37,21 +42,18 @@ class _Sign:
             return False
         last = values[-window:].mean()
         if self.is_relative:
-            first = values[:window].mean()
-            if first <= 0:  # nothing to compare with
-                return False
-            last /= first
+            last = _growth(values, window)
         return bool(last > self.above or last < self.below)
 
 
+def _growth(values: np.ndarray, window: int) -> float:
+    """The mean of the last `window` values over that of the first; NaN if that is not positive."""
+    if not len(values) or values[:window].mean() <= 0:
+        return np.nan
+    return float(values[-window:].mean() / values[:window].mean())
+
+
 _SUPPORTING = (
-    _Sign(
-        metric="discrepancy/mean",
-        is_relative=True,
-        above=2,
-        advice="The discrepancy had doubled before the reward fell: repair what dcmdp probe names; "
-        "else use a more precise engine, or fewer updates per weight sync.",
-    ),
     _Sign(
         metric="mismatch/effective_sample_size",
         below=0.8,
@@ -60,13 +62,6 @@ _SUPPORTING = (
     ),
 )
 _OPPOSING = (
-    _Sign(
-        metric="discrepancy/mean",
-        is_relative=True,
-        below=2,
-        advice="The discrepancy had not doubled when the reward fell; a policy that breaks changes "
-        "its mismatch as well.",
-    ),
     _Sign(
         metric="reward/all_equal_groups",
         above=0.9,
@@ -100,22 +95,25 @@ class CollapseSigns:
     """Signs in the steps up to a fall of the reward. Only a zero-mismatch control decides.
 
     Attributes:
-        step: the last one before the fall.
+        step: the last one before the fall, at the earliest.
         supporting: sentences for the mismatch as the cause.
         opposing: sentences for another cause.
+        undecided: sentences about what speaks for neither.
     """
 
     step: int
     supporting: list[str]
     opposing: list[str]
+    undecided: list[str]
 
     @property
     def lines(self) -> list[str]:
         """A heading, the signs, and what decides."""
         return [
             f"After step {self.step} the reward fell by more than half: is the mismatch why?",
-            *(f"  it is: {advice}" for advice in self.supporting),
-            *(f"  it is not: {advice}" for advice in self.opposing),
+            *(f"  a sign that it is: {advice}" for advice in self.supporting),
+            *(f"  a sign that it is not: {advice}" for advice in self.opposing),
+            *(f"  undecided: {advice}" for advice in self.undecided),
             "  A control decides: the same run and seeds, sampled by the training stack itself or "
             "by the engine in its precision (dcmdp train: rollout.precision=exact).",
         ]
@@ -125,41 +123,84 @@ def collapse_signs(series: Series) -> CollapseSigns | None:
     """Look for the signs; None if the reward was not recorded, or ends above half its best.
 
     The rules are ours. A value is a mean over a tenth of the steps. A reward that can be negative
-    is measured from its lowest value.
+    is measured from its lowest value. What happens between the earliest and the latest beginning of
+    the fall decides nothing.
     """
     steps, rewards = _finite(series, "reward/mean")
     if len(steps) < LEAST_STEPS:
         return None
     window = len(steps) // 10
+    fall = _fall(steps, rewards, window)
+    if fall is None:
+        return None
+    earliest, latest = fall
+    before = _values_until(series, earliest)
+
+    def advice_of(signs: tuple[_Sign, ...]) -> list[str]:
+        return [sign.advice for sign in signs if sign.holds(before[sign.metric], window)]
+
+    supporting = advice_of(_SUPPORTING)
+    for name, metric in ALARMS.items():
+        if name not in _OTHER_ALERTS and np.any(before[metric]):
+            supporting.append(f"The alert {name} was raised before the reward fell.")
+    opposing = advice_of(_OPPOSING)
+    undecided = []
+
+    growth = _growth(before[_DISCREPANCY], window)
+    by_latest = _values_until(series, latest)[_DISCREPANCY]
+    sizes = before["mismatch/effective_sample_size"][:window]
+    if growth > _DOUBLED:
+        supporting.insert(
+            0,
+            "The discrepancy had doubled before the reward fell: repair what dcmdp probe names; "
+            "else use a more precise engine, or fewer updates per weight sync.",
+        )
+    elif _growth(by_latest, window) > _DOUBLED:
+        undecided.append(
+            f"The discrepancy doubled between steps {earliest} and {latest}, in which the reward "
+            "began to fall."
+        )
+    elif growth < _DOUBLED and len(sizes) and sizes.mean() < _FEW_LOST:
+        undecided.append(
+            "The discrepancy had not doubled, but the mismatch was large from the first step on: "
+            f"an effective sample size of {sizes.mean():.0%}."
+        )
+    elif growth < _DOUBLED:
+        opposing.insert(0, "The discrepancy had not doubled when the reward fell.")
+    return CollapseSigns(
+        step=earliest, supporting=supporting, opposing=opposing, undecided=undecided
+    )
+
+
+def _fall(steps: np.ndarray, rewards: np.ndarray, window: int) -> tuple[int, int] | None:
+    """Last step before the fall, at the earliest and at the latest; None if it did not fall.
+
+    Noise hides where a fall begins: after the last mean near the best one, or after the last one
+    near the median of those before the fall.
+    """
     means = np.convolve(rewards, np.full(window, 1 / window), "valid")
     heights = means - min(0.0, means.min())
     best = int(np.argmax(heights))
     is_low = heights < heights[best] / 2
     if not is_low[-1]:
         return None
-    first_low = best + int(np.argmax(is_low[best:]))
-    is_high = heights[:first_low] >= _STILL_HIGH * heights[best]
-    last_high = int(np.flatnonzero(is_high)[-1])
-    fall = int(steps[last_high + window - 1])
+    before_low = heights[: best + int(np.argmax(is_low[best:]))]
+    usual = float(np.median(before_low[before_low >= heights[best] / 2]))
+    last_steps = []
+    for height in (heights[best], usual):
+        last = np.flatnonzero(before_low >= _STILL_HIGH * height)[-1]
+        last_steps.append(int(steps[last + window - 1]))
+    earliest, latest = last_steps
+    return earliest, latest
 
-    values_before = {}
+
+def _values_until(series: Series, step: int) -> dict[str, np.ndarray]:
+    """The finite values of each metric up to a step; none of one that was not recorded."""
+    values_until = collections.defaultdict(lambda: np.zeros(0))
     for name in series:
-        times, values = _finite(series, name)
-        values_before[name] = values[times <= fall]
-
-    def advice_of(signs: tuple[_Sign, ...]) -> list[str]:
-        nothing = np.zeros(0)
-        return [
-            sign.advice
-            for sign in signs
-            if sign.holds(values_before.get(sign.metric, nothing), window)
-        ]
-
-    supporting = advice_of(_SUPPORTING)
-    for name, metric in ALARMS.items():
-        if name not in _OTHER_ALERTS and np.any(values_before.get(metric, False)):
-            supporting.append(f"The alert {name} was raised before the reward fell.")
-    return CollapseSigns(step=fall, supporting=supporting, opposing=advice_of(_OPPOSING))
+        steps, values = _finite(series, name)
+        values_until[name] = values[steps <= step]
+    return values_until
 
 
 def _finite(series: Series, name: str) -> tuple[np.ndarray, np.ndarray]:

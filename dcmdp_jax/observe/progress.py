@@ -120,10 +120,10 @@ class Progress(Activity):
         if "reward/mean" in values or _UPDATE["loss"] not in values:
             c = ""
             if not math.isnan(values["dual/tolerance"]) and self.done > self._measured:
-                c = f" (c {number(values['dual/tolerance'], '.5f')})"
+                c = f" (c {number(values['dual/tolerance'], '.3g')})"
             fields = [
                 f"reward {number(values['reward/mean'], '.3f')}",
-                f"discrepancy {number(values[bounded_metric(self._values)], '.5f')}{c}",
+                f"discrepancy {number(values[bounded_metric(self._values)], '.3g')}{c}",
                 f"lambda {number(values['dual/multiplier'], '.4f')}",
             ]
         for word, name in _UPDATE.items():

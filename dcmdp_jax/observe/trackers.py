@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dcmdp_jax.atomic_write import atomic_write
-from dcmdp_jax.errors import UserError, one_line
+from dcmdp_jax.errors import UserError, install_extra, one_line
 from dcmdp_jax.observe.jsonl import CONFIG_FILE
 
 _NAMES = {"wandb": "Weights & Biases", "trackio": "Trackio"}
@@ -28,8 +28,8 @@ def require_tracker(kind: str, project: str) -> None:
         importlib.import_module(kind)
     except ImportError:
         raise UserError(
-            f"{kind}_project is {project!r} but {_NAMES[kind]} is not installed: pip install -e "
-            f"'.[{kind}]'"
+            f"{kind}_project is {project!r} but {_NAMES[kind]} is not installed: "
+            f"{install_extra(kind)}"
         ) from None
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.experimental import topologies
 
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, install_extra
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,6 @@ _ENVIRONMENT = {
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TF_CPP_MIN_LOG_LEVEL": "3",
 }
-
-INSTALL = "pip install -e '.[plan]'"
 
 # A GPU as XLA's compiler describes it; JAX asks a device that is present, here there is none. H100
 # and H200 differ in their memory: bytes a second, bytes, and the name.
@@ -184,7 +182,8 @@ def load_topology(name: str) -> Topology:
     package = "jax-cuda12-plugin" if gpu_target else "libtpu"
     if importlib.util.find_spec(package.replace("-", "_")) is None:
         raise UserError(
-            f"--topology: {name} needs the compiler in {package}, which is not installed; {INSTALL}"
+            f"--topology: {name} needs the compiler in {package}, which is not installed: "
+            f"{install_extra('plan')}"
         )
 
     try:

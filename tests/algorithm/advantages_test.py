@@ -92,6 +92,8 @@ def test_bad_arguments_are_refused():
         jax.jit(group_advantages)(np.ones(4), np.zeros(3, int), ALL)
     with pytest.raises(ValueError, match=r"epsilon=-1"):
         group_advantages(np.ones(4), np.zeros(4, int), ALL, epsilon=-1)
+    with pytest.raises(ValueError, match=r"group_ids has dtype <U1; must be integers: numpy.uniq"):
+        group_advantages(np.ones(4), list("aabb"), ALL)
     with pytest.raises(ValueError, match=r"ddof=3"):
         group_advantages(np.ones(4), np.zeros(4, int), ALL, ddof=3)
 

@@ -43,7 +43,7 @@ def draw(seed=0, dtype=np.float64):
     rng = np.random.default_rng(seed)
     mask = np.arange(5) < np.array(LENGTHS)[:, None]
     old = np.log(rng.uniform(0.05, 0.9, mask.shape))
-    train = old + rng.normal(0, 0.3, mask.shape)
+    train = np.minimum(old + rng.normal(0, 0.3, mask.shape), -1e-3)
     rollout = np.log(np.exp(old) * rng.uniform(0.6, 1.1, mask.shape))
     rewards = np.array([1.0, 0.0, 0.0, 2.0, 1.0, 0.5, 0.0, 0.0])
     arrays = [np.where(mask, x, np.nan).astype(dtype) for x in (train, old, rollout)]
@@ -351,7 +351,10 @@ BAD_LISTS = {
     ),
     r"rewards has dtype object": lambda data: data.update(rewards=[1.0, None] * 4),
     r"rewards has dtype complex": lambda data: data.update(rewards=data["rewards"] * 1j),
-    r"group_ids has dtype <U1": lambda data: data.update(group_ids=list("aabbccdd")),
+    r"group_ids has dtype <U1; must be integers: numpy.unique": lambda data: data.update(
+        group_ids=list("aabbccdd")
+    ),
+    r"rollout_logprobs is None": lambda data: data.update(rollout_logprobs=None),
 }
 BAD_VALUES = {
     r"multiplier=-0.5; must be a finite number in \[0, inf\)": lambda data: data.update(
@@ -363,6 +366,15 @@ BAD_VALUES = {
     r"rollout_logprobs is inf at \[0, 0\]": _with("rollout_logprobs", (0, 0), np.inf),
     r"old_logprobs is nowhere below 0 .* not probabilities": lambda data: data.update(
         old_logprobs=np.nan_to_num(np.exp(data["old_logprobs"])) * (np.arange(5) > 0)
+    ),
+    r"train_logprobs is 0.25 at \[3, 1\]; must be a log-prob in nats, at most 0": _with(
+        "train_logprobs", (3, 1), 0.25
+    ),
+    r"rollout_logprobs is nowhere below 0 .* or negated log-probs": lambda data: data.update(
+        rollout_logprobs=np.abs(np.nan_to_num(data["rollout_logprobs"]))
+    ),
+    r"max_completion_tokens=1; a completion has \d tokens": lambda data: data.update(
+        aggregation="fixed_length", max_completion_tokens=1
     ),
     r"rewards is 1e\+20 at \[2\]; must be finite, below 1e\+18": _with("rewards", 2, 1e20),
     r"rewards is nan at \[2\]": _with("rewards", 2, np.nan),

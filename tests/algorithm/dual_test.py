@@ -93,6 +93,9 @@ def test_init_refuses(multiplier, tolerance, message):
 def test_update_refuses(changes):
     with pytest.raises(ValueError, match=f"{next(iter(changes))}="):
         run(0.1, [0.0], **changes)
+    for mean in ("x", None):
+        with pytest.raises(ValueError, match=f"mean_discrepancy={mean!r}; must be a number"):
+            dual.dual_update(0.1, mean, tolerance=0.1)
 
 
 def test_tolerance_is_the_median_of_the_first_steps_above_their_noise_floors():

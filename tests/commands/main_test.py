@@ -340,8 +340,8 @@ def test_a_command_without_its_dependencies_says_so_in_one_line(name):
     assert done.returncode == 2
     assert re.fullmatch(
         f"error: dcmdp {name}: the module (jax|ml_collections) is not installed. Run it in an "
-        "environment of its own, with this package installed without --no-deps; a trainer's "
-        "environment needs only the recorder and the hooks",
+        "environment of its own, made by pip install PATH_OF_A_CHECKOUT without --no-deps; a "
+        "trainer's environment needs only the recorder and the hooks",
         done.stderr.splitlines()[-1],
     )
 

@@ -186,6 +186,8 @@ def test_empty_damaged_and_foreign_files(tmp_path):
         load_problems(_write(tmp_path / "empty.jsonl"))
     with pytest.raises(ValueError, match=r"damaged\.parquet: not a readable parquet file"):
         load_problems(_write(tmp_path / "damaged.parquet", "not parquet"))
+    with pytest.raises(ValueError, match="emty.jsonl: no such file; did you mean 'empty.jsonl'"):
+        load_problems(str(tmp_path / "emty.jsonl"))
     with pytest.raises(ValueError, match="not a .jsonl or .parquet file"):
         load_problems(_write(tmp_path / "rows.csv", "a,b\n"))
     with pytest.raises(ValueError, match="no usable row"):
@@ -194,7 +196,7 @@ def test_empty_damaged_and_foreign_files(tmp_path):
 
 def test_a_hub_name_without_the_library_says_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ValueError, match=r"pip install -e '\.\[hub\]'"):
+    with pytest.raises(ValueError, match=r"pip install 'PATH_OF_A_CHECKOUT\[hub\]'"):
         load_problems("BytedTsinghua-SIA/DAPO-Math-17k")
 
 

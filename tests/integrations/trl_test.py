@@ -364,7 +364,7 @@ def test_the_example_learns_with_and_without_the_penalty_and_records_both(
     monkeypatch.chdir(tmp_path)
     example = Path(__file__).resolve().parents[2] / "examples" / "trl_dc_grpo.py"
     runpy.run_path(str(example), run_name="__main__")
-    *_, grpo, dc_grpo, last = capsys.readouterr().out.splitlines()
+    *_, exact, grpo, dc_grpo, last = capsys.readouterr().out.splitlines()
     tolerance = float(last.removeprefix("c = ").partition(",")[0])
     # The probe's rule on the recording: 1.25 times the mean over all tokens.
     from dcmdp_jax.probe.columns.over_training import find_files, read_run
@@ -374,12 +374,13 @@ def test_the_example_learns_with_and_without_the_penalty_and_records_both(
     found = read_run(files, LeftOut(), max_tokens=10**6)
     assert tolerance == pytest.approx(1.25 * found.pairs.discrepancy.mean(), abs=1e-4)
     assert found.over_training.has_rewards and found.over_training.steps[-1].reward > 0.9
-    for line, name in ((grpo, "grpo"), (dc_grpo, "dc_grpo")):
+    for line, name in ((exact, "exact"), (grpo, "grpo"), (dc_grpo, "dc_grpo")):
         said, before, after, discrepancy, multiplier = line.split()
         assert said == name
         # One of 18 tokens is the letter; the policy ends sure of it.
         assert float(before) < 0.3 and float(after) > 0.9
-        assert float(discrepancy) > 0
-        assert (float(multiplier) == 0) == (name == "grpo")
+        # Sampled in one order and scored in another: float32 rounding alone.
+        assert float(discrepancy) < 1e-4 if name == "exact" else float(discrepancy) > 1e-4
+        assert (float(multiplier) == 0) == (name != "dc_grpo")
         assert len(list((tmp_path / "runs/trl" / f"{name}_recordings").iterdir())) == 60
     assert tolerance > 0

@@ -327,7 +327,8 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     kind.check(arguments)
     monkeypatch.setattr(scheme, "find_spec", lambda name: None)
     with pytest.raises(
-        ArgumentError, match=r"got 'mxfp4', which needs qwix: pip install 'dcmdp-jax\[qwix\]'"
+        ArgumentError,
+        match=r"got 'mxfp4', which needs qwix: pip install 'PATH_OF_A_CHECKOUT\[qwix\]'",
     ):
         kind.check(arguments)
     kind.check(dataclasses.replace(arguments, precision="int4"))

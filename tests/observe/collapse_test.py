@@ -49,6 +49,31 @@ def test_a_mismatch_that_rises_while_the_reward_falls_came_second():
     assert signs.opposing[0].startswith("The discrepancy had not doubled when the reward fell")
 
 
+def test_a_rise_while_it_is_unclear_whether_the_reward_falls_decides_nothing():
+    """One high mean of two steps, at step 5, dates the fall too early: 0.9 * 0.8 = 0.72."""
+    noisy = [0.6] * 3 + [0.8] * 2 + [0.6] * 7 + [0.1] * 8
+    signs = _signs(noisy, discrepancy__mean=[0.001] * 8 + [0.005] * 12)
+    assert signs.step == 5
+    assert signs.supporting == signs.opposing == []
+    assert signs.undecided == [
+        "The discrepancy doubled between steps 5 and 12, in which the reward began to fall."
+    ]
+    after = _signs(noisy, discrepancy__mean=[0.001] * 13 + [0.005] * 7)
+    assert after.opposing == ["The discrepancy had not doubled when the reward fell."]
+    assert after.undecided == []
+
+
+def test_a_mismatch_that_was_large_from_the_start_decides_nothing():
+    columns = {"discrepancy__mean": [0.044] * _STEPS}
+    large = _signs(_FALLS, mismatch__effective_sample_size=[0.81] * _STEPS, **columns)
+    assert large.opposing == large.supporting == []
+    [sentence] = large.undecided
+    assert sentence.endswith("from the first step on: an effective sample size of 81%.")
+    small = _signs(_FALLS, mismatch__effective_sample_size=[0.97] * _STEPS, **columns)
+    assert small.undecided == []
+    assert small.opposing == ["The discrepancy had not doubled when the reward fell."]
+
+
 def test_a_negative_reward_is_measured_from_its_lowest_value():
     """From -3 to -0.2 is no fall; back to -3 is one, by 2.8 of 2.8."""
     rising = np.linspace(-3, -0.2, _STEPS)

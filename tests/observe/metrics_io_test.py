@@ -294,7 +294,7 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 def test_a_tracker_not_installed_is_one_line_and_touches_nothing(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(sys.modules, kind, None)
     with pytest.raises(
-        ValueError, match=rf"{kind}_project is 'p' .* pip install -e '\.\[{kind}\]'$"
+        ValueError, match=rf"{kind}_project is 'p' .* pip install 'PATH_OF_A_CHECKOUT\[{kind}\]'$"
     ):
         MetricsWriter(tmp_path / "run", projects={kind: "p"})
     assert not (tmp_path / "run").exists()

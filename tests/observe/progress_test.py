@@ -48,7 +48,7 @@ def test_plain_line_shows_all_quantities(said):
     progress.update(1, _FULL)
     clock.now += 4
     progress.update(2, _FULL)
-    values = "reward 0.412  discrepancy 0.00421 (c 0.00370)  lambda 0.1234  1,234 tokens/s"
+    values = "reward 0.412  discrepancy 0.00421 (c 0.0037)  lambda 0.1234  1,234 tokens/s"
     # The first step compiles: its 30 s are no measure. 98 steps of 4 s are 392 s.
     assert said() == [f"step 1/100  {values}  left -", f"step 2/100  {values}  left 6:32"]
 
@@ -170,7 +170,7 @@ def test_no_c_while_it_is_measured(said):
         clock.now += 5
         progress.update(step, _FULL)
     first, second = said()
-    assert "(c 0.00370)" not in first and "(c 0.00370)" in second
+    assert "(c 0.0037)" not in first and "(c 0.0037)" in second
 
 
 def test_close_twice_and_bad_totals():
@@ -201,7 +201,7 @@ def test_the_discrepancy_above_c_is_red_unless_no_color_is_asked_for(monkeypatch
     progress.update(1, _FULL)
     [colored] = [line for line in progress.lines(300, 0.0) if "discrepancy" in line]
     # 0.00421 is above c = 0.0037: red, 31.
-    assert "\x1b[31mdiscrepancy 0.00421 (c 0.00370)\x1b[0m" in colored
+    assert "\x1b[31mdiscrepancy 0.00421 (c 0.0037)\x1b[0m" in colored
     monkeypatch.setenv("NO_COLOR", "1")
     [plain] = [line for line in progress.lines(300, 0.0) if "discrepancy" in line]
     assert plain == colored.replace("\x1b[31m", "").replace("\x1b[0m", "")

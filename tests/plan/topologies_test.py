@@ -49,8 +49,8 @@ def test_a_compiler_that_is_not_installed(name, package, monkeypatch):
     with pytest.raises(UserError) as raised:
         load_topology(name)
     assert str(raised.value) == (
-        f"--topology: {name} needs the compiler in {package}, which is not installed; pip install "
-        "-e '.[plan]'"
+        f"--topology: {name} needs the compiler in {package}, which is not installed: pip install "
+        "'PATH_OF_A_CHECKOUT[plan]'"
     )
 
 

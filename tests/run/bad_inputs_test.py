@@ -636,7 +636,10 @@ def test_a_cudnn_without_the_packed_layout_is_told_what_to_choose(monkeypatch):
     ("location", "message"),
     [
         ("nowhere.jsonl", "data nowhere.jsonl: no such file"),
-        ("arithmetic:count=8,openai/gsm8k", r"'openai/gsm8k': .* pip install -e '\.\[hub\]'"),
+        (
+            "arithmetic:count=8,openai/gsm8k",
+            r"'openai/gsm8k': .* pip install 'PATH_OF_A_CHECKOUT\[hub\]'",
+        ),
     ],
 )
 def test_data_that_cannot_be_read_is_named_before_a_model_is_fetched(

@@ -16,7 +16,7 @@ from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.vllm import devices
 from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.engines.vllm_common import installed, unsupported_version
-from dcmdp_jax.errors import ArgumentError, UserError
+from dcmdp_jax.errors import ArgumentError, UserError, install_extra
 from dcmdp_jax.inputs import json_object
 from dcmdp_jax.models.hf_config import to_hf
 from dcmdp_jax.models.lora import target_modules
@@ -147,7 +147,7 @@ def ray_modules() -> tuple[ModuleType, ModuleType, ModuleType]:
         from dcmdp_jax.engines.vllm import actor
     except ImportError as error:
         raise ArgumentError(
-            "placement", f"got 'ray', which needs Ray ({error}): pip install '.[ray]'"
+            "placement", f"got 'ray', which needs Ray ({error}): {install_extra('ray')}"
         ) from None
     return ray_cluster, ray_actors, actor
 

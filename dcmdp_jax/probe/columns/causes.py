@@ -23,7 +23,8 @@ CAUSES = {
     "clean": Cause("no mismatch above the noise floor", "Nothing to do.", defect=False),
     "rounding": Cause(
         "rounding noise of the compute dtype",
-        "Bound it by c, or compute both sides in float32 or with the same kernels.",
+        "Bound it by c, or compute both sides in float32 or with the same kernels; where they are, "
+        "the engine holds its weights or its cache in fewer bits.",
         defect=False,
     ),
     "quantized_weights": Cause(
@@ -132,14 +133,14 @@ CAUSES = {
             f"the engine's {title}",
             "Compare its weights, dtype and kernel with the training stack's.",
         )
-        for operator, title in (
-            ("embedding", "embedding"),
-            ("norm", "norms"),
-            ("attention", "attention"),
-            ("mlp", "MLP"),
-            ("cache", "key-value cache"),
-            ("head", "output head"),
-        )
+        for operator, title in {
+            "embedding": "embedding",
+            "norm": "norms",
+            "attention": "attention",
+            "mlp": "MLP",
+            "cache": "key-value cache",
+            "head": "output head",
+        }.items()
     },
     "undetermined": Cause(
         "other weights or another precision",

@@ -46,26 +46,31 @@ class Format:
     Attributes:
         patterns: globs of its files, at any depth below a directory; JSON lines may also be
             compressed.
-        keys: columns that tell it from the others; each row has them.
         columns: names of the columns that it always has.
         named: regular expression of the step, or of step and rank, in a path; by default none is
             found.
         numbered: columns of step and rank in each row, of a file whose path does not say them.
         writer: who writes it, for people.
+        marks: further columns of each row, which tell it from the others.
         optional: kind of column -> name, used where a row has it.
         source: column with the name of the task or environment; "" for none.
         prepare: changes a row in place into what `recording.checked_row` takes.
     """
 
     patterns: tuple[str, ...]
-    keys: frozenset[str]
     columns: Columns
     writer: str
+    marks: tuple[str, ...] = ()
     named: str = "(?!)"
     numbered: Sequence[str] = ("step", "rank")
     optional: Mapping[str, str] = dataclasses.field(default_factory=dict)
     source: str = ""
     prepare: Callable[[Cells], None] = lambda row: None
+
+    @property
+    def keys(self) -> set[str]:
+        """Columns that each row has."""
+        return {*self.columns.options().values(), *self.marks}
 
     def step_rank(self, path: Path, row: Mapping[str, Any]) -> StepRank:
         """Step and rank at which a row of a file was recorded."""
@@ -319,7 +324,6 @@ def _own_row(row: Cells) -> None:
 FORMATS = {
     "nemo-rl": Format(
         patterns=("train_data_step*.jsonl",),
-        keys=frozenset({"token_ids", "token_loss_mask", "generation_logprobs", "prev_logprobs"}),
         columns=Columns(
             token="token_ids",
             train="prev_logprobs",
@@ -334,7 +338,6 @@ FORMATS = {
     ),
     "prime-rl": Format(
         patterns=("step_*/rank_*.jsonl",),
-        keys=frozenset({"token_ids", "loss_mask", "inference_logprobs", "trainer_logprobs"}),
         columns=Columns(
             token="token_ids",
             train="trainer_logprobs",
@@ -348,9 +351,7 @@ FORMATS = {
     ),
     "slime": Format(
         patterns=("train_*.pt", "train_data/*.pt"),
-        keys=frozenset(
-            {"format_version", "samples", "log_probs", "rollout_log_probs", "loss_masks"}
-        ),
+        marks=("format_version", "samples"),
         columns=Columns(
             token="tokens", train="log_probs", rollout="rollout_log_probs", mask="loss_masks"
         ),
@@ -360,16 +361,7 @@ FORMATS = {
     ),
     "dcmdp": Format(
         patterns=("rollouts/step_*.parquet",),
-        keys=frozenset(
-            {
-                "token_ids",
-                "train_logprobs",
-                "rollout_logprobs",
-                "mask",
-                "policy_versions",
-                "prompt_id",
-            }
-        ),
+        marks=("prompt_id",),
         columns=Columns(
             token="token_ids",
             train="train_logprobs",
@@ -386,7 +378,6 @@ FORMATS = {
     ),
     "recorder": Format(
         patterns=("step_*/rank_*.jsonl",),
-        keys=frozenset({"token_ids", "train_logprobs", "rollout_logprobs"}),
         columns=Columns("token_ids", "train_logprobs", "rollout_logprobs"),
         optional={"mask": "mask", "entropy": "entropies", "lag": "lag", "top": "top"},
         source="source",

@@ -112,7 +112,7 @@ class OverTraining:
         if not self.has_rewards:
             return (
                 "no reward in this recording: whether it collapsed is not judged "
-                "(Recorder.write takes rewards)"
+                "(dcmdp_jax.record takes rewards=)"
             )
         if len(self.steps) < LEAST_STEPS:
             return f"fewer than {LEAST_STEPS} steps: whether the reward collapsed is not judged"

@@ -211,7 +211,7 @@ def _over_training(over: over_training.OverTraining) -> list[str]:
     lines += [f"  {note}" for note in over.notes]
     c = "no c"
     if math.isfinite(over.tolerance):
-        c = f"c = {over.tolerance:.3g}, {over.tolerance_from}"
+        c = f"their own c = {over.tolerance:.3g}, {over.tolerance_from}"
     heading = f"alerts over the steps ({c}):"
     if not over.alarms:
         heading += " none"

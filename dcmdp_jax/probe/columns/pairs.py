@@ -251,8 +251,8 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
 
         c = max(BUDGET_ROOM mean, 2 floor), rounded up to two digits
 
-    Ours. The paper tunes c and gives no rule. Just above today's mean lambda does not rise while
-    the mismatch stays as it is, and rises when it grows by a quarter. A mean within the noise floor
+    Ours. The paper tunes c and gives no rule. Just above today's mean lambda falls to 0 while the
+    mismatch stays as it is, and rises when it grows by a quarter. A mean within the noise floor
     can't be lowered by any policy.
 
     Args:
@@ -277,8 +277,8 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
     by_floor = _FLOORS * (floor or 0.0)
     if by_mean >= by_floor:
         why = (
-            f"{BUDGET_ROOM:g} times the mean of {mean:.3g}: lambda does not rise while the "
-            "mismatch stays as it is, and rises when it grows by a quarter"
+            f"{BUDGET_ROOM:g} times the mean of {mean:.3g}: lambda falls to 0 while the mismatch "
+            "stays as it is, and rises when it grows by a quarter"
         )
     else:
         why = f"{_FLOORS:g} times the noise floor: no policy can go below the floor itself"

@@ -646,8 +646,25 @@ def test_the_reward_of_a_recording_is_shown_over_its_mismatch_with_the_signs(tmp
     code, said, _ = _probe(capsys, tmp_path / "r", "--out", tmp_path / "out")
     assert code == 0 and "no reward in this recording" not in said
     alerts, signs = said.split("After step 8 the reward fell by more than half")
-    assert "alerts over the steps" in alerts and "  it is: The discrepancy had doubled" in signs
+    assert "alerts over the steps" in alerts
+    assert "  a sign that it is: The discrepancy had doubled" in signs
     assert "  A control decides: " in signs
     page = (tmp_path / "out" / "probe.html").read_text()
     assert "After step 8 the reward fell by more than half: is the mismatch why?" in page
     assert "mean reward" in page and "The discrepancy had doubled before" in page
+
+
+def test_a_recorder_warns_of_later_steps_that_may_be_of_another_run(tmp_path):
+    """Three steps, then a run of two in the same directory: step 2 is the earlier run's still."""
+
+    def write(first, last):
+        recorder = Recorder(tmp_path / "r", "mine")
+        for step in range(first, last):
+            recorder.write(step, [[1, 2]], [[-0.5, -1.0]], [[-0.5, -1.1]])
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        write(0, 3)
+        write(2, 5)  # resumed after step 1: none is left behind
+    with pytest.warns(UserWarning, match=r"/r has steps up to 4, this recording begins at 0: if"):
+        write(0, 2)
