@@ -68,7 +68,9 @@ def main() -> None:
         discrepancy = statistics.mean(metrics["dc_grpo/mean"])
         multiplier = statistics.mean(metrics["dc_grpo/multiplier"])
         print(f"{name:10}{first:14.2f}{last:14.2f}{discrepancy:10.4f}{multiplier:14.4f}")
-    print(f"c = {tolerance:.4f}, the probe's before rounding up. Lambda falls while |p - q| is below it.")
+    print(
+        f"c = {tolerance:.4f}, the probe's before rounding up. Lambda falls while |p - q| is below it."
+    )
 
 
 def without_penalty() -> DcGrpo:
