@@ -26,7 +26,9 @@ _CONTENT = {
     "labels": ["<b>"],
     "facts": [Fact(name="<i>", value="1 & 2", details='"')],
     "problems": ["</li>"],
-    "collapses": [{"lines": ["<h>", "<s>"], "supporting": ["<s>"], "opposing": []}],
+    "collapses": [
+        {"lines": ["<h>", "<s>"], "supporting": ["<s>"], "opposing": [], "undecided": ["<u>"]}
+    ],
     "verdicts": [{"lambda": "</p>"}],
     "provenance": [],
     "figures": [('<b>"', inline_svg(_figure("</svg><b>")))],
