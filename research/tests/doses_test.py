@@ -109,7 +109,7 @@ def test_whole_seeds_alone_are_in_the_kept_metrics():
         runs = read_kept_metrics(doses.METRICS, None)
         seeds = doses.whole_seeds(runs, list(load_study(doses.STUDY).arms))
         assert {arm: sorted(of_arm) for arm, of_arm in runs.items()} == dict.fromkeys(runs, seeds)
-        assert seeds == [seed for seed in study_file.SEEDS if seed <= max(seeds)]
+        assert set(seeds) <= set(study_file.SEEDS)  # two machines may work from both ends
 
 
 def _scored(own, exact):
