@@ -290,7 +290,7 @@ def test_the_probe_reads_what_the_trainer_recorded(run):
 
 def test_the_class_of_the_page_records_each_batch_with_its_weighted_reward(tmp_path, monkeypatch):
     page = Path(__file__).resolve().parents[2] / "docs" / "probe.md"
-    block = re.search(r"^TRL, with .*\n\n((?:    .*\n|\n)+)", page.read_text(), re.M).group(1)
+    block = re.search(r"^TRL, with (?:.+\n)+\n((?:    .*\n|\n)+)", page.read_text(), re.M).group(1)
     monkeypatch.chdir(tmp_path)
     names = {}
     exec(textwrap.dedent(block), names)
