@@ -44,8 +44,8 @@ def main() -> None:
     torch.set_num_threads(1)
 
     # 1. Record GRPO: with lambda 0 and eta 0 the advantages stay as they are. And its control.
-    grpo = train("grpo", without_penalty(), sample_rounded)
-    exact = train("exact", without_penalty(), sample_exactly)
+    grpo = train("grpo", without_penalty(), rounded_engine)
+    exact = train("exact", without_penalty(), exact_engine)
 
     # 2. Probe. In an environment with this package's own dependencies (pip install PATH):
     probe = f"dcmdp probe {RUNS / 'grpo_recordings'}"
@@ -57,7 +57,7 @@ def main() -> None:
 
     # 4. Train with DC-GRPO from the same start, with the same seed.
     penalty = DcGrpo(tolerance=tolerance, multiplier=0.1, dual_learning_rate=1.0)
-    dc_grpo = train("dc_grpo", penalty, sample_rounded)
+    dc_grpo = train("dc_grpo", penalty, rounded_engine)
 
     # 5. Compare. Where grpo scores as the control does, the mismatch costs nothing: keep GRPO. One
     # run each shows how; a decision needs several seeds.
@@ -77,7 +77,7 @@ def without_penalty() -> DcGrpo:
     return DcGrpo(tolerance=0.0, multiplier=0.0, dual_learning_rate=0.0)
 
 
-def train(name: str, dc_grpo: DcGrpo, sample: Callable[..., dict]) -> dict[str, list[float]]:
+def train(name: str, dc_grpo: DcGrpo, engine: Callable[..., dict]) -> dict[str, list[float]]:
     """Train a policy from the same start; record every batch; return TRL's metrics by step."""
     print(f"training {name}, {STEPS} steps; recordings in {RUNS / name}_recordings")
     torch.manual_seed(0)
@@ -92,7 +92,7 @@ def train(name: str, dc_grpo: DcGrpo, sample: Callable[..., dict]) -> dict[str, 
         processing_class=tokenizer,
         reward_funcs=share_of_a,
         train_dataset=Dataset.from_list([{"prompt": letter} for letter in LETTERS]),
-        rollout_func=sample,
+        rollout_func=engine,
         args=GRPOConfig(
             output_dir=str(RUNS / name),
             # DC-GRPO answers for the mismatch. TRL's importance weights would do so once more.
@@ -127,14 +127,12 @@ def share_of_a(completions: list[str], **_: object) -> list[float]:
 
 
 @torch.no_grad()
-def sample_exactly(
-    prompts: list[str], trainer: DcGrpoTrainer, *, rounded: bool = False
-) -> dict[str, list]:
+def sample(prompts: list[str], trainer: DcGrpoTrainer, *, rounded: bool) -> dict[str, list]:
     """Sample with the policy's weights, and report the log-probs of the sampled tokens."""
-    engine = Qwen3ForCausalLM(trainer.model.config).eval()
-    engine.load_state_dict(trainer.model.state_dict())
+    model = Qwen3ForCausalLM(trainer.model.config).eval()
+    model.load_state_dict(trainer.model.state_dict())
     if rounded:
-        for parameter in engine.parameters():
+        for parameter in model.parameters():
             mantissa, exponent = torch.frexp(parameter)
             parameter.copy_(torch.ldexp((mantissa * 16).round() / 16, exponent))
 
@@ -142,7 +140,7 @@ def sample_exactly(
     sequences = torch.tensor(prompt_ids)
     logprobs = []
     for _ in range(TOKENS):
-        distribution = engine(sequences).logits[:, -1].float().log_softmax(-1)
+        distribution = model(sequences).logits[:, -1].float().log_softmax(-1)
         token = torch.multinomial(distribution.exp(), 1)
         logprobs.append(distribution.gather(1, token))
         sequences = torch.cat([sequences, token], dim=1)
@@ -153,7 +151,8 @@ def sample_exactly(
     }
 
 
-sample_rounded = functools.partial(sample_exactly, rounded=True)
+rounded_engine = functools.partial(sample, rounded=True)
+exact_engine = functools.partial(sample, rounded=False)
 
 
 def tiny_model(tokenizer: PreTrainedTokenizerFast) -> Qwen3ForCausalLM:

@@ -290,13 +290,6 @@ def aggregation_weights(
         require_same_shape(completion_lengths=completion_lengths, dropped_tokens=dropped_tokens)
 
     lengths = jnp.asarray(completion_lengths, jnp.int32)
-    known_lengths = concrete(lengths)
-    if mode == "fixed_length" and known_lengths is not None:
-        longest = known_lengths.max(initial=0)
-        if longest > max_completion_tokens:
-            raise ValueError(
-                f"max_completion_tokens={max_completion_tokens}; a completion has {longest} tokens"
-            )
     kept_lengths = lengths
     if dropped_tokens is not None:
         kept_lengths = lengths - jnp.asarray(dropped_tokens, jnp.int32)
@@ -305,6 +298,12 @@ def aggregation_weights(
         num_tokens = jnp.sum(jnp.where(counted, kept_lengths, 0), dtype=jnp.int32)
         return counted.astype(dtype), num_tokens.astype(dtype)
     if mode == "fixed_length":
+        known_lengths = concrete(lengths)
+        if known_lengths is not None and known_lengths.max(initial=0) > max_completion_tokens:
+            raise ValueError(
+                f"max_completion_tokens={max_completion_tokens}; a completion has "
+                f"{known_lengths.max()} tokens"
+            )
         weights = jnp.where(counted, 1.0 / max_completion_tokens, 0.0).astype(dtype)
         return weights, jnp.sum(counted, dtype=jnp.int32).astype(dtype)
     lengths = jnp.maximum(lengths, 1)

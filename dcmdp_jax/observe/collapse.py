@@ -11,7 +11,6 @@ LEAST_STEPS = 10
 """Steps from which on a fall of the reward is judged."""
 _STILL_HIGH = 0.9
 """Share of its best, or of its usual height, at which the reward has not begun to fall."""
-_DISCREPANCY = "discrepancy/mean"
 _DOUBLED = 2
 _FEW_LOST = 0.95
 """Effective sample size from which on a steady mismatch is small."""
@@ -135,27 +134,20 @@ def collapse_signs(series: Series) -> CollapseSigns | None:
         return None
     earliest, latest = fall
     before = _values_until(series, earliest)
-
-    def advice_of(signs: tuple[_Sign, ...]) -> list[str]:
-        return [sign.advice for sign in signs if sign.holds(before[sign.metric], window)]
-
-    supporting = advice_of(_SUPPORTING)
-    for name, metric in ALARMS.items():
-        if name not in _OTHER_ALERTS and np.any(before[metric]):
-            supporting.append(f"The alert {name} was raised before the reward fell.")
-    opposing = advice_of(_OPPOSING)
+    supporting = []
+    opposing = []
     undecided = []
 
-    growth = _growth(before[_DISCREPANCY], window)
-    by_latest = _values_until(series, latest)[_DISCREPANCY]
+    times, discrepancies = _finite(series, "discrepancy/mean")
+    growth = _growth(discrepancies[times <= earliest], window)
+    later_growth = _growth(discrepancies[times <= latest], window)
     sizes = before["mismatch/effective_sample_size"][:window]
     if growth > _DOUBLED:
-        supporting.insert(
-            0,
+        supporting.append(
             "The discrepancy had doubled before the reward fell: repair what dcmdp probe names; "
-            "else use a more precise engine, or fewer updates per weight sync.",
+            "else use a more precise engine, or fewer updates per weight sync."
         )
-    elif _growth(by_latest, window) > _DOUBLED:
+    elif later_growth > _DOUBLED:
         undecided.append(
             f"The discrepancy doubled between steps {earliest} and {latest}, in which the reward "
             "began to fall."
@@ -166,7 +158,17 @@ def collapse_signs(series: Series) -> CollapseSigns | None:
             f"an effective sample size of {sizes.mean():.0%}."
         )
     elif growth < _DOUBLED:
-        opposing.insert(0, "The discrepancy had not doubled when the reward fell.")
+        opposing.append("The discrepancy had not doubled when the reward fell.")
+
+    for sign in _SUPPORTING:
+        if sign.holds(before[sign.metric], window):
+            supporting.append(sign.advice)
+    for name, metric in ALARMS.items():
+        if name not in _OTHER_ALERTS and np.any(before[metric]):
+            supporting.append(f"The alert {name} was raised before the reward fell.")
+    for sign in _OPPOSING:
+        if sign.holds(before[sign.metric], window):
+            opposing.append(sign.advice)
     return CollapseSigns(
         step=earliest, supporting=supporting, opposing=opposing, undecided=undecided
     )
@@ -186,12 +188,12 @@ def _fall(steps: np.ndarray, rewards: np.ndarray, window: int) -> tuple[int, int
         return None
     before_low = heights[: best + int(np.argmax(is_low[best:]))]
     usual = float(np.median(before_low[before_low >= heights[best] / 2]))
-    last_steps = []
-    for height in (heights[best], usual):
+
+    def last_step_near(height: float) -> int:
         last = np.flatnonzero(before_low >= _STILL_HIGH * height)[-1]
-        last_steps.append(int(steps[last + window - 1]))
-    earliest, latest = last_steps
-    return earliest, latest
+        return int(steps[last + window - 1])
+
+    return last_step_near(heights[best]), last_step_near(usual)
 
 
 def _values_until(series: Series, step: int) -> dict[str, np.ndarray]:

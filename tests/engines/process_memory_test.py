@@ -197,10 +197,10 @@ def test_threads_use_what_others_freed(tmp_path: Path) -> None:
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the settings are glibc's")
 def test_threads_have_heaps_of_their_own_until_they_are_told_to_share_one(tmp_path: Path) -> None:
     # Four threads use and free 48 MiB each, one after another, and none ends: four heaps, or one.
-    own = _report(tmp_path / "own", _PREPARE, run=_STAY)["grown"]
-    shared = _report(tmp_path / "shared", _SHARE, run=_STAY)["grown"]
-    assert own > 150
-    assert shared < 90
+    four_heaps = _report(tmp_path / "own", _PREPARE, run=_STAY)["grown"]
+    one_heap = _report(tmp_path / "shared", _SHARE, run=_STAY)["grown"]
+    assert four_heaps > 150
+    assert one_heap < 90
 
 
 def test_commands_tokenize_without_torch(tmp_path):
