@@ -21,6 +21,7 @@ from typing import Any
 
 import numpy as np
 
+from dcmdp_jax.commands import evaluate as evaluate_command
 from dcmdp_jax.commands.failures import run_main
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.dotted_names import flatten
@@ -37,7 +38,6 @@ from research.studies.results import read_kept_metrics, write_kept_metrics
 from research.studies.study import Study, StudyRun
 from research.studies.study_runs import (
     EVALUATION,
-    evaluate_run,
     evaluation_words,
     write_results,
 )
@@ -170,15 +170,26 @@ def evaluated(study: Study, run: StudyRun) -> dict[str, float]:
     """Scores of a trained run by the study's `evaluation`: `evaluation/TASK/avg@K`; empty for a
     study without one.
 
+    In this process: a process of its own takes as long to start as the evaluation itself.
+
     Raises:
         UserError: if the evaluation fails.
     """
     if not study.evaluation:
         return {}
+    out = run.directory / EVALUATION
     log = run.directory.with_name(f"{run.directory.name}.log")
-    if code := evaluate_run(run, evaluation_words(study, run), log):
-        raise UserError(f"{run.label}: its evaluation ended with exit code {code} (log: {log})")
-    scores = read_scores(run.directory / EVALUATION)
+    words = [str(run.directory), *evaluation_words(study, run), "--out", str(out)]
+    with (
+        log.open("w", encoding="utf-8") as lines,
+        contextlib.redirect_stdout(lines),
+        contextlib.redirect_stderr(lines),
+    ):
+        try:
+            evaluate_command.main(["evaluate", *words])
+        except UserError as error:
+            raise UserError(f"{run.label}: its evaluation: {error} (log: {log})") from None
+    scores = read_scores(out)
     return {
         f"evaluation/{task}/avg@{scores.samples[task]}": value
         for task, value in scores.averages.items()
