@@ -361,9 +361,21 @@ def _decode_local(
 
     # Without stop tokens no row finishes early: no need to synchronize the count.
     period = _STEPS_ALONE if draw.stop_ids.size else window
-    state = (cache, rows.last, _no_tokens(rows, window, mode, program))
-    cache, _, decoded = _repeat(take_step, state, limits, period, program)
-    return cache, decoded
+    layers_cache = []
+    for layer in cache:
+        layers_cache.append(layer if isinstance(layer, State) else tuple(map(_merge_heads, layer)))
+    state = (tuple(layers_cache), rows.last, _no_tokens(rows, window, mode, program))
+    merged, _, decoded = _repeat(take_step, state, limits, period, program)
+    return jax.tree.map(lambda x, before: x.reshape(before.shape), merged, cache), decoded
+
+
+def _merge_heads(x: Array) -> Array:
+    """Keys or values as the products of attention read them, [R, K, ...] -> [R * K, ...].
+
+    Merged inside the loop, XLA:CPU copies all keys and values of a model with one key head four
+    times in each step.
+    """
+    return x.reshape(-1, *x.shape[2:])
 
 
 def _no_tokens(rows: RowState, window: int, mode: str, program: Program) -> Decoded:
@@ -446,26 +458,31 @@ def _attend_cached(
 ) -> tuple[Array, tuple[Array, Array]]:
     """Write `key` and `value` to `slot`, then attend with one query token per row, [R, 1, H, h]."""
     rows, _, heads, width = query.shape
-    kv_heads = key.shape[2]
-    axes = key_axes(program.platform)
+    group = heads // key.shape[2]
     keys, values = cache
-    start = (0, slot, 0, 0)
-    key = store(key, program.cache_dtype).transpose(axes)
-    keys = jax.lax.dynamic_update_slice(keys, key, [start[axis] for axis in axes])
-    value = store(value, program.cache_dtype).transpose(0, 2, 1, 3)
-    values = jax.lax.dynamic_update_slice(values, value, (0, 0, slot, 0))
+    axes = key_axes(program.platform)
+    slot_axis = axes.index(1) - 1
+    key = _merge_heads(store(key, program.cache_dtype).transpose(axes))
+    keys = jax.lax.dynamic_update_slice_in_dim(keys, key, slot, slot_axis)
+    value = _merge_heads(store(value, program.cache_dtype).transpose(0, 2, 1, 3))
+    values = jax.lax.dynamic_update_slice_in_dim(values, value, slot, 1)
 
-    grouped = query.reshape(rows, kv_heads, heads // kv_heads, width)
-    loaded_keys = load(keys, query.dtype).transpose(0, 1, axes.index(3), axes.index(1))
-    scores = jnp.einsum("rkgh,rkhs->rkgs", grouped, loaded_keys, preferred_element_type=jnp.float32)
-    scores = scores * (1 / math.sqrt(width)) + bias[:, None, None]
+    scores = jnp.einsum(
+        "bgh,bhs->bgs" if slot_axis == 2 else "bgh,bsh->bgs",
+        query.reshape(-1, group, width),
+        load(keys, query.dtype),
+        preferred_element_type=jnp.float32,
+    )
+    scores = scores.reshape(rows, -1, group, bias.shape[1]) * (1 / math.sqrt(width))
+    scores = scores + bias[:, None, None]
     shares = jnp.exp(scores - program.ops.softmax_maximum(scores))
     inverse = 1.0 / jnp.sum(shares, axis=-1, keepdims=True)
     # On a GPU a whole softmax is one kernel; a sum to divide by later would read the scores again.
     late = program.platform != "gpu"
     if not late:
         shares = shares * inverse
-    attended = jnp.einsum("rkgs,rksh->rkgh", shares.astype(query.dtype), load(values, query.dtype))
+    shares = shares.astype(query.dtype).reshape(-1, group, bias.shape[1])
+    attended = jnp.einsum("bgs,bsh->bgh", shares, load(values, query.dtype))
     if late:
-        attended = attended * inverse.astype(query.dtype)
+        attended = attended * inverse.astype(query.dtype).reshape(-1, group, 1)
     return attended.reshape(rows, 1, heads, width), (keys, values)
