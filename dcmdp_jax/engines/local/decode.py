@@ -473,8 +473,7 @@ def _attend_cached(
         load(keys, query.dtype),
         preferred_element_type=jnp.float32,
     )
-    scores = scores.reshape(rows, -1, group, bias.shape[1]) * (1 / math.sqrt(width))
-    scores = scores + bias[:, None, None]
+    scores = scores.reshape(rows, heads, -1) * (1 / math.sqrt(width)) + bias[:, None]
     shares = jnp.exp(scores - program.ops.softmax_maximum(scores))
     inverse = 1.0 / jnp.sum(shares, axis=-1, keepdims=True)
     # On a GPU a whole softmax is one kernel; a sum to divide by later would read the scores again.
@@ -483,6 +482,7 @@ def _attend_cached(
         shares = shares * inverse
     shares = shares.astype(query.dtype).reshape(-1, group, bias.shape[1])
     attended = jnp.einsum("bgs,bsh->bgh", shares, load(values, query.dtype))
+    attended = attended.reshape(rows, heads, width)
     if late:
-        attended = attended * inverse.astype(query.dtype).reshape(-1, group, 1)
-    return attended.reshape(rows, 1, heads, width), (keys, values)
+        attended = attended * inverse.astype(query.dtype)
+    return attended[:, None], (keys, values)
