@@ -287,9 +287,8 @@ def step(
 def in_chunks(
     tokens: Heads,
     segment_ids: Int[Array, "B L"],
-    chunk: int = CHUNK,
 ) -> tuple[Float[Array, "B L H v"], Float[Array, "B H k v"]]:
-    """The recurrence over rows, `chunk` tokens at a time.
+    """The recurrence over rows, `CHUNK` tokens at a time or fewer.
 
     As `torch_chunk_gated_delta_rule` of transformers.
 
@@ -305,13 +304,12 @@ def in_chunks(
     Args:
         tokens: arguments of the recurrence.
         segment_ids: equal ids adjacent.
-        chunk: tokens of a chunk, a power of two.
 
     Returns:
         y, and the state after the last token.
     """
     batch, length = segment_ids.shape
-    chunk = min(chunk, 1 << (length - 1).bit_length())
+    chunk = min(CHUNK, 1 << (length - 1).bit_length())
 
     def chunks(x: Array, mode: str = "constant") -> Array:
         """[B, L, H, ...] -> [L / chunk, B, H, chunk, ...], with zeros after the last token.

@@ -25,6 +25,8 @@ Runs = Mapping[str, Series]
 _LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _SMOOTH_ABOVE = 40
 """Steps of a curve above which its moving average is drawn."""
+SHARE = "share of completions"
+"""Unit of a panel in percent, with 0 on its axis."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,7 +40,6 @@ class Panel:
         label: curve's name in the legend of a single run, where that has a legend; the run's if "".
         short: metric -> its piece of a curve's name, where a panel has several.
         from_zero: the vertical axis has 0.
-        percent: its values are shares.
         smoothed: curves above 40 steps are drawn under their moving average.
         marker: matplotlib's name of a point's marker.
         draw: draws (axes, runs) in place of the curves, without a step axis.
@@ -51,7 +52,6 @@ class Panel:
     label: str = ""
     short: Callable[[str], str] | None = None
     from_zero: bool = False
-    percent: bool = False
     smoothed: bool = True
     marker: str | None = None
     draw: Callable[[Axes, Runs], None] | None = None
@@ -156,10 +156,12 @@ def _finish(axes: Axes, panel: Panel, last_step: int, *, legend: bool) -> None:
     axes.set_xlim(-0.02 * max(last_step, 2), 1.02 * max(last_step, 2))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
 
+    is_share = panel.unit == SHARE
+    has_zero = panel.from_zero or is_share
     low, high = axes.dataLim.intervaly
     if not np.isfinite((low, high)).all():
         low = high = 0.0
-    if panel.from_zero:
+    if has_zero:
         low = min(low, 0.0)
         high = max(high, 0.0)
     room = 0.05 * (high - low)
@@ -167,10 +169,10 @@ def _finish(axes: Axes, panel: Panel, last_step: int, *, legend: bool) -> None:
     if not high - low > 1e-12 * max(abs(low), abs(high)):
         room = max(0.5 * abs(high), 1e-3)
     bottom = low - room
-    if panel.from_zero and low == 0:
+    if has_zero and low == 0:
         bottom = 0.0
     axes.set_ylim(bottom, high + room)
-    formatter = PercentFormatter(1) if panel.percent else StrMethodFormatter("{x:.6g}")
+    formatter = PercentFormatter(1) if is_share else StrMethodFormatter("{x:.6g}")
     axes.yaxis.set_major_formatter(formatter)
 
 
@@ -300,7 +302,6 @@ def _fixed(title: str, *panels: Panel) -> Callable[[Runs], Figure | None]:
     return functools.partial(_draw, title, lambda runs: panels)
 
 
-_SHARE = "share of completions"
 _GAP = tuple(
     Panel(
         heading=heading,
@@ -337,10 +338,8 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
             ),
             Panel(
                 heading="completions whose own mean is over c",
-                unit=_SHARE,
+                unit=SHARE,
                 names=("discrepancy/completions_over_tolerance",),
-                from_zero=True,
-                percent=True,
             ),
         ),
     ),
@@ -370,10 +369,8 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
             ),
             Panel(
                 heading="cut by the length limit",
-                unit=_SHARE,
+                unit=SHARE,
                 names=("completion/truncated_fraction",),
-                from_zero=True,
-                percent=True,
             ),
         ),
     ),

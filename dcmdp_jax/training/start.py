@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 
 from dcmdp_jax.activity import activity
+from dcmdp_jax.models.params import logical_axes
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.run.checkpoint import Checkpoints, needed_by
 from dcmdp_jax.run.run import Run
@@ -141,6 +142,7 @@ def _warm_up(
     with activity("SFT warm start (it compiles first)", settings.steps, "steps") as progress:
         return warmup.warm_up(
             params,
+            logical_axes(task.model),
             task.worked_solutions,
             row_logprobs,
             settings,

@@ -13,9 +13,9 @@ from dcmdp_jax.config.settings import WarmupSettings
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
-from dcmdp_jax.models.params import init_params
+from dcmdp_jax.models.params import init_params, logical_axes
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
-from dcmdp_jax.parallel.mesh import make_mesh
+from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
 from dcmdp_jax.parallel.sharding import replicated
 from dcmdp_jax.training.warmup import warm_up
 from tests.support.waiting import HANGS_S
@@ -27,6 +27,7 @@ _IDS = [
     for prompt, solution in zip(_PROMPTS, _SOLUTIONS, strict=True)
 ]
 _TARGETS = [np.arange(len(ids)) >= len(prompt) for ids, prompt in zip(_IDS, _PROMPTS, strict=True)]
+_AXES = {"table": (None, None)}
 _EXAMPLES = EncodedPrompts(problems=[], token_ids=_IDS, targets=_TARGETS)
 
 
@@ -45,10 +46,10 @@ def _settings(steps, batch_size=3, learning_rate=0.1):
 def _train(settings, *, seed=0, start=None, logprobs=_table_logprobs, mesh=None):
     seen = []
     params = {"table": jnp.zeros((8, 8), jnp.float32) if start is None else jnp.asarray(start)}
-    if mesh is not None:
-        params = jax.device_put(params, replicated(mesh))
+    mesh = mesh or one_device_mesh()
     trained = warm_up(
-        params,
+        jax.device_put(params, replicated(mesh)),
+        _AXES,
         _EXAMPLES,
         logprobs,
         settings,
@@ -95,13 +96,24 @@ def _one_gradient(params, rows):
 
 
 def test_the_learning_rate_rises_over_a_twentieth_and_decays_to_0():
-    # The schedule starts at 0: the first update changes nothing.
-    np.testing.assert_array_equal(_train(_settings(1))[0], 0.0)
-    # Under a gradient that stays, an update of Adam is its learning rate. Of 40 updates two rise, 0
-    # and lr / 2; then 38 fall by the cosine: lr (38 / 2 + 1 / 2). Together 20 lr = 2; at a constant
-    # rate it would be 4.
+    # Under a gradient that stays, an update of Adam is its learning rate. A single update has all of
+    # it. Of 40 updates two rise, lr / 2 and lr; then 38 fall by the cosine: lr (38 / 2 + 1 / 2).
+    # Together 21 lr = 2.1; at a constant rate it would be 4.
+    table, _ = _train(_settings(1), logprobs=_one_gradient)
+    assert table[0, 0] == pytest.approx(0.1, abs=1e-6)
     table, _ = _train(_settings(40), logprobs=_one_gradient)
-    assert table[0, 0] == pytest.approx(2.0, abs=1e-4)
+    assert table[0, 0] == pytest.approx(2.1, abs=1e-4)
+
+
+def _broken_gradient(params, rows):
+    """A policy with a loss of 1 and a gradient that is not a number."""
+    logprobs = jnp.where(rows.completion_mask, jnp.sqrt(params["table"][0, 0]) * 0.0 - 1.0, 0.0)
+    return logprobs, jnp.zeros_like(logprobs)
+
+
+def test_a_gradient_that_is_not_finite_stops_too():
+    with pytest.raises(ValueError, match=r"^warmup: loss is nan at step 2; "):
+        _train(_settings(2), logprobs=_broken_gradient)
 
 
 def test_the_same_call_gives_the_same_bits_and_another_seed_another_order():
@@ -149,11 +161,12 @@ def test_the_callback_may_stop_it():
     with pytest.raises(KeyboardInterrupt):
         warm_up(
             {"table": jnp.zeros((8, 8))},
+            _AXES,
             _EXAMPLES,
             _table_logprobs,
             _settings(100),
             seed=0,
-            mesh=None,
+            mesh=one_device_mesh(),
             length_multiple=8,
             on_step=stop,
         )
@@ -165,13 +178,15 @@ def test_a_decoder_learns_by_the_training_stacks_own_forward():
     )
     params = init_params(model, jax.random.key(0))
     seen = []
+    mesh = one_device_mesh()
     warm_up(
         params,
+        logical_axes(model),
         _EXAMPLES,
-        make_row_logprobs(model, Compute(one_segment=True), temperature=1.0, mesh=None),
+        make_row_logprobs(model, Compute(one_segment=True), temperature=1.0, mesh=mesh),
         _settings(100, learning_rate=0.02),
         seed=0,
-        mesh=None,
+        mesh=mesh,
         length_multiple=8,
         on_step=lambda done, loss: seen.append(loss),
     )
@@ -199,7 +214,8 @@ params = jax.device_put({"table": jnp.eye(256)}, replicated(mesh))
 settings = WarmupSettings(task="x", steps=2000, batch_size=2, learning_rate=1e-6)
 ids = [np.array([1, 2, 3, 1, 2, 3], np.int32)] * 4
 examples = EncodedPrompts(problems=[], token_ids=ids, targets=[np.arange(6) > 2] * 4)
-warm_up(params, examples, logprobs, settings, seed=0, mesh=mesh, length_multiple=8, on_step=lambda *_: None)
+axes = {"table": (None, None)}
+warm_up(params, axes, examples, logprobs, settings, seed=0, mesh=mesh, length_multiple=8, on_step=lambda *_: None)
 print("done")
 """
 

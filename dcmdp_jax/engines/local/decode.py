@@ -361,12 +361,12 @@ def _decode_local(
 
     # Without stop tokens no row finishes early: no need to synchronize the count.
     period = _STEPS_ALONE if draw.stop_ids.size else window
-    layers_cache = []
-    for layer in cache:
-        layers_cache.append(layer if isinstance(layer, State) else tuple(map(_merge_heads, layer)))
-    state = (tuple(layers_cache), rows.last, _no_tokens(rows, window, mode, program))
-    merged, _, decoded = _repeat(take_step, state, limits, period, program)
-    return jax.tree.map(lambda x, before: x.reshape(before.shape), merged, cache), decoded
+    by_head = tuple(
+        layer if isinstance(layer, State) else tuple(map(_merge_heads, layer)) for layer in cache
+    )
+    state = (by_head, rows.last, _no_tokens(rows, window, mode, program))
+    by_head, _, decoded = _repeat(take_step, state, limits, period, program)
+    return jax.tree.map(lambda x, before: x.reshape(before.shape), by_head, cache), decoded
 
 
 def _merge_heads(x: Array) -> Array:

@@ -19,6 +19,7 @@ from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, collect
 from dcmdp_jax.data.packing import one_a_row
 from dcmdp_jax.engines import engine_kind, process_memory, protocol
+from dcmdp_jax.engines.local.sizes import round_up
 from dcmdp_jax.engines.registry import ENGINES, find_engine
 from dcmdp_jax.errors import UserError, shorten, suggestion
 from dcmdp_jax.models import decoder, hf_weights
@@ -293,10 +294,10 @@ def in_rows(
 
     results: dict[int, np.ndarray] = {}
     for _, members in sorted(buckets.items()):
-        length = _rounded_up(max(totals[index] for index in members), _SHORTEST)
+        length = round_up(max(totals[index] for index in members), _SHORTEST)
         count = len(members)
         if count >= _ROWS:
-            count = min(_MOST_ROWS, _rounded_up(count, _ROWS))
+            count = min(_MOST_ROWS, round_up(count, _ROWS))
         for start in range(0, len(members), count):
             indices = members[start : start + count]
             rows = one_a_row(
@@ -312,10 +313,6 @@ def in_rows(
             for row, index in enumerate(indices):
                 results[index] = outputs[:, row, len(prompts[index]) : totals[index]].copy()
     return [results[index] for index in range(len(totals))]
-
-
-def _rounded_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def in_places(rows: Rows, values: np.ndarray) -> np.ndarray:
