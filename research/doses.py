@@ -26,10 +26,11 @@ from dcmdp_jax.number_format import markdown_table
 from dcmdp_jax.observe.page_kit import LEGEND, make_figure, style_axes
 from dcmdp_jax.training.exit import Interrupted
 from research.arguments import each_once
+from research.ascents import before_a_fall
 from research.dose_tables import holm, t_p_value
 from research.kept_studies import KEPT
-from research.long_tables import BASELINE, CONTROLS, RESPONSES
-from research.paper_regime import PRIMARY
+from research.long_tables import BASELINE, CONTROLS, RESPONSES, ended, yardstick
+from research.paper_regime import PRIMARY, smoothed
 from research.studies.results import (
     Estimate,
     Table,
@@ -46,6 +47,8 @@ METRICS = KEPT / "doses.jsonl.gz"
 _RUNS = Path("runs/studies/doses")
 MARGIN = 12.0
 """Points inside which a whole interval is called neither help nor harm."""
+LAST = 4
+"""Steps of a mean reward."""
 _BASELINES = (BASELINE, CONTROLS[-1])
 
 
@@ -96,22 +99,73 @@ def differences(runs: Table) -> dict[tuple[str, str], DoseDifference]:
     }
 
 
+def conclusion(by_name: dict[tuple[str, str], DoseDifference], arm: str) -> str:
+    """What the rule says of an arm by both engines, the exact one first where they differ."""
+    exact, own = (by_name[arm, heading].verdict for heading in PRIMARY)
+    return exact if exact == own else f"{exact}, {own}"
+
+
 def text(runs: Table) -> str:
-    """Markdown: each arm's difference by both engines, and what the rule says."""
+    """Markdown: each arm's difference by both engines, what the rule says, and what is secondary."""
     by_name = differences(runs)
     rows = []
     for arm in (arm for arm in runs if arm not in _BASELINES):
         cells = [f"`{arm}`", str(len(runs[arm]))]
         for heading in PRIMARY:
             one = by_name[arm, heading]
-            cells += [
-                f"{one.points.mean:+.1f} ± {one.points.half_width:.1f}",
-                f"{one.p:.2g}",
-                one.verdict,
-            ]
+            mark = "*" if one.holds else ""
+            cells += [f"{one.points.mean:+.1f} ± {one.points.half_width:.1f}{mark}", f"{one.p:.2g}"]
+        rows.append([*cells, conclusion(by_name, arm)])
+    heads = ["arm", "seeds", "exact engine, points", "p", "own engine, points", "p", "the rule"]
+    return "\n".join([*markdown_table(heads, rows), "", *_secondary(runs)]) + "\n"
+
+
+def _secondary(runs: Table) -> list[str]:
+    """A table of the rules' secondary measures; "collapsed" is `long_tables.ended`."""
+    bar = yardstick(runs)
+    collapsed = ended(runs)
+    rows = []
+    for arm, seeds in runs.items():
+        below = {}
+        for seed, series in seeds.items():
+            steps = np.flatnonzero(smoothed(series) < bar)
+            # GRPO begins below the bar: a fall comes after the first mean above it.
+            above = np.flatnonzero(smoothed(series) >= bar)
+            later = steps[steps > above[0]] if len(above) else steps
+            if len(later):
+                below[seed] = int(later[0]) + LAST
+        returned = len(set(below) - set(collapsed[arm]))
+        healthy = [float(np.median(before_a_fall(series))) for series in seeds.values()]
+        peaks = [float(series["dual/multiplier"][1].max()) for series in seeds.values()]
+        moved = sum(len(np.unique(series["dual/multiplier"][1])) > 1 for series in seeds.values())
+        cells = [
+            f"`{arm}`",
+            *(
+                f"{np.mean([RESPONSES[heading](x) for x in seeds.values()]):.1f}"
+                for heading in PRIMARY
+            ),
+            str(len(collapsed[arm])),
+            f"{np.median(list(below.values())):.0f}" if below else "-",
+            f"{returned} of {len(below)}",
+            f"{np.mean([smoothed(series).max() for series in seeds.values()]):.3f}",
+            f"{1e3 * np.median(healthy):.2f}",
+            f"{min(peaks):.2g} to {max(peaks):.2g}",
+            str(moved),
+        ]
         rows.append(cells)
-    heads = ["arm", "seeds", "exact engine, points", "p", "", "own engine, points", "p", ""]
-    return "\n".join(markdown_table(heads, rows)) + "\n"
+    heads = [
+        "arm",
+        "exact engine, %",
+        "own engine, %",
+        "collapsed",
+        "first below the bar, step",
+        "came back",
+        "best reward of four steps",
+        "delta before a fall, 1e-3",
+        "largest lambda",
+        "lambda moved in",
+    ]
+    return [*markdown_table(heads, rows), "", f"The bar: mean reward of four steps {bar:.3f}."]
 
 
 def draw(runs: Table) -> Figure:

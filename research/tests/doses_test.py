@@ -181,6 +181,35 @@ def test_what_the_rule_says(mean, half_width, holds, verdict):
     assert doses.DoseDifference(points=points, p=0.5, holds=holds).verdict == verdict
 
 
+def _run(rewards, deltas, multipliers, *, own=0.5, exact=0.25):
+    steps = np.arange(1, len(rewards) + 1)
+    return _scored(own, exact) | {
+        "reward/mean": (steps, np.array(rewards)),
+        "discrepancy/mean": (steps, np.array(deltas)),
+        "dual/multiplier": (steps, np.array(multipliers)),
+    }
+
+
+def test_the_secondary_table_by_hand():
+    """The bar is 0.4, half of GRPO's best step; means of four steps stand at their last step."""
+    learns = [0.1] * 4 + [0.8] * 8
+    steady = _run(learns, [0.004] * 12, [0.0] * 12)
+    # Means 0.1 0.275 0.45 0.625 0.8 0.625 0.45 0.275 0.1: below the bar at step 11, after it was
+    # above. 0.25 below the peak at the seventh mean, so that nine deltas are before the fall.
+    falls = _run([0.1] * 4 + [0.8] * 4 + [0.1] * 4, [0.002] * 9 + [1.0] * 3, [0.1] * 11 + [0.3])
+    rewards = [0.8] * 4 + [0.1] * 4 + [0.8] * 4
+    dips = _run(rewards, [0.002] * 12, [0.1] * 12, own=0.7, exact=0.45)
+    base = {20: steady, 21: steady}
+    runs = {"grpo": base, "grpo_shaken": base, "dc_small": {20: falls, 21: dips}}
+    table = doses.text(runs)
+    assert "| `grpo` | 25.0 | 50.0 | 0 | - | 0 of 0 | 0.800 | 4.00 | 0 to 0 | 0 |" in table
+    # The other's means: 0.8 0.625 0.45 0.275 0.1 0.275 ...: below at step 7, and back.
+    assert "| `dc_small` | 35.0 | 60.0 | 1 | 9 | 1 of 2 | 0.800 | 2.00 | 0.1 to 0.3 | 1 |" in table
+    assert "The bar: mean reward of four steps 0.400." in table
+    # 0 and 20 points: t(1) is 1, and p 1 - 2 / pi x atan(1).
+    assert "| `dc_small` | 2 | +10.0 ± 127.1 | 0.5 | +10.0 ± 127.1 | 0.5 | open |" in table
+
+
 def test_no_table_before_every_seed_is_there(tmp_path, monkeypatch):
     arms = list(load_study(doses.STUDY).arms)
     seeds = list(study_file.SEEDS)
