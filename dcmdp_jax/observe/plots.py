@@ -25,8 +25,6 @@ Runs = Mapping[str, Series]
 _LINE_STYLES = ("-", (0, (5, 1.5)), (0, (1, 1)), (0, (4, 1, 1, 1)))
 _SMOOTH_ABOVE = 40
 """Steps of a curve above which its moving average is drawn."""
-SHARE = "share of completions"
-"""Unit of a panel in percent, with 0 on its axis."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,7 +33,7 @@ class Panel:
 
     Attributes:
         heading: above the panel.
-        unit: label of the vertical axis.
+        unit: label of the vertical axis; in percent if it begins with "share of".
         names: metrics. One that no run recorded is left out, a panel without any is too.
         label: curve's name in the legend of a single run, where that has a legend; the run's if "".
         short: metric -> its piece of a curve's name, where a panel has several.
@@ -156,12 +154,10 @@ def _finish(axes: Axes, panel: Panel, last_step: int, *, legend: bool) -> None:
     axes.set_xlim(-0.02 * max(last_step, 2), 1.02 * max(last_step, 2))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
 
-    is_share = panel.unit == SHARE
-    has_zero = panel.from_zero or is_share
     low, high = axes.dataLim.intervaly
     if not np.isfinite((low, high)).all():
         low = high = 0.0
-    if has_zero:
+    if panel.from_zero:
         low = min(low, 0.0)
         high = max(high, 0.0)
     room = 0.05 * (high - low)
@@ -169,9 +165,10 @@ def _finish(axes: Axes, panel: Panel, last_step: int, *, legend: bool) -> None:
     if not high - low > 1e-12 * max(abs(low), abs(high)):
         room = max(0.5 * abs(high), 1e-3)
     bottom = low - room
-    if has_zero and low == 0:
+    if panel.from_zero and low == 0:
         bottom = 0.0
     axes.set_ylim(bottom, high + room)
+    is_share = panel.unit.startswith("share of")
     formatter = PercentFormatter(1) if is_share else StrMethodFormatter("{x:.6g}")
     axes.yaxis.set_major_formatter(formatter)
 
@@ -338,8 +335,9 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
             ),
             Panel(
                 heading="completions whose own mean is over c",
-                unit=SHARE,
+                unit="share of completions",
                 names=("discrepancy/completions_over_tolerance",),
+                from_zero=True,
             ),
         ),
     ),
@@ -369,8 +367,9 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
             ),
             Panel(
                 heading="cut by the length limit",
-                unit=SHARE,
+                unit="share of completions",
                 names=("completion/truncated_fraction",),
+                from_zero=True,
             ),
         ),
     ),
@@ -402,7 +401,6 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
                 heading="effective sample size",
                 unit="share of tokens",
                 names=("mismatch/effective_sample_size",),
-                percent=True,
             ),
         ),
     ),
@@ -425,7 +423,6 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
                 heading="clipped tokens",
                 unit="share of tokens",
                 names=("policy/clip_low_fraction", "policy/clip_high_fraction"),
-                percent=True,
             ),
             Panel(
                 heading="importance ratio",
@@ -436,13 +433,11 @@ FIGURES: dict[str, tuple[str, Callable[[Runs], Figure | None]]] = {
                 heading="penalty in the update",
                 unit="share of the update",
                 names=("dual/penalty_share",),
-                percent=True,
             ),
             Panel(
                 heading="prompts with all-equal rewards",
                 unit="share of prompts",
                 names=("reward/all_equal_groups",),
-                percent=True,
             ),
         ),
     ),
