@@ -143,12 +143,11 @@ def _warm_up(
         return warmup.warm_up(
             params,
             logical_axes(task.model),
-            task.worked_solutions,
+            warmup.lay_out(task.worked_solutions, 128 if compute.attention == "splash" else 8),
             row_logprobs,
             settings,
             seed=task.config.training.seed,
             mesh=mesh,
-            length_multiple=128 if compute.attention == "splash" else 8,
             on_step=on_step,
         )
 

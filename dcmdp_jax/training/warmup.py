@@ -28,16 +28,26 @@ _LOSS_SCALE = 2.0**10
 """Factor of the loss while its gradient is taken, against underflow in float16; always exact."""
 
 
+def lay_out(examples: prompts.EncodedPrompts, length_multiple: int) -> Rows:
+    """Conversations with their targets, one a row; rows have a multiple of this length."""
+    ids = examples.token_ids
+    length = -(-max(map(len, ids)) // length_multiple) * length_multiple
+    # Each conversation is laid out as a prompt; the mask is set below, for targets may be anywhere.
+    rows = packing.one_a_row(ids, [token_ids[:0] for token_ids in ids], length)
+    for mask, targets in zip(rows.completion_mask, examples.targets, strict=True):
+        mask[: len(targets)] = targets
+    return rows
+
+
 def warm_up(
     params: Params,
     axes: Params,
-    examples: prompts.EncodedPrompts,
+    rows: Rows,
     row_logprobs: RowLogprobs,
     settings: WarmupSettings,
     *,
     seed: int,
     mesh: Mesh,
-    length_multiple: int,
     on_step: Callable[[int, float], None],
 ) -> Params:
     """Minimize the mean negative log-likelihood of the targets.
@@ -49,12 +59,11 @@ def warm_up(
     Args:
         params: initial parameters; donated.
         axes: their logical axes, see `params.declared_axes`.
-        examples: conversations with their targets.
+        rows: result of `lay_out`.
         row_logprobs: the training stack's forward pass, at temperature 1, for this mesh.
         settings: steps, batch size, peak learning rate.
         seed: random seed of the order of examples.
         mesh: the devices. A batch is a multiple of the number of devices that rows are split over.
-        length_multiple: rows have a multiple of this length, for the kernel.
         on_step: called with (finished steps, loss in nats per token) every 50 steps and at the end;
             may raise to stop.
 
@@ -66,21 +75,13 @@ def warm_up(
             in a batch than rows are split over.
     """
     shards = row_shards(mesh)
-    ids = examples.token_ids
-    count = len(ids)
+    count = len(rows.input_ids)
     size = min(settings.batch_size, count) // shards * shards
     if not size:
         raise UserError(
             f"config.warmup.batch_size: got {settings.batch_size}, with {count} worked solutions; "
             f"the mesh splits rows over {shards} devices, so both must be at least that"
         )
-    length = -(-max(map(len, ids)) // length_multiple) * length_multiple
-    # Each conversation is laid out as a prompt; the mask is set below, for targets may be anywhere.
-    no_completions = [token_ids[:0] for token_ids in ids]
-    rows = packing.one_a_row(ids, no_completions, length)
-    for mask, targets in zip(rows.completion_mask, examples.targets, strict=True):
-        mask[: len(targets)] = targets
-
     adamw = OptimizerSettings(
         learning_rate=settings.learning_rate,
         schedule="cosine",
@@ -89,8 +90,7 @@ def warm_up(
         epsilon=1e-8,
     )
     optimizer = make_optimizer(adamw, make_schedule(adamw, updates=settings.steps))
-    dual = dual_init(0.0, tolerance=0.0)  # not used
-    begin = functools.partial(new_state, optimizer=optimizer, dual=dual)
+    begin = functools.partial(new_state, optimizer=optimizer, dual=dual_init(0.0, tolerance=0.0))
     shardings = state_shardings(jax.eval_shape(begin, params), params, axes, mesh)
     state = jax.jit(begin, donate_argnums=0, out_shardings=shardings)(params)
     step = jax.jit(

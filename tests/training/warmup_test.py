@@ -17,7 +17,7 @@ from dcmdp_jax.models.params import init_params, logical_axes
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import make_mesh, one_device_mesh
 from dcmdp_jax.parallel.sharding import replicated
-from dcmdp_jax.training.warmup import warm_up
+from dcmdp_jax.training.warmup import lay_out, warm_up
 from tests.support.waiting import HANGS_S
 
 _PROMPTS = [[1, 2], [1, 3], [4]]
@@ -50,12 +50,11 @@ def _train(settings, *, seed=0, start=None, logprobs=_table_logprobs, mesh=None)
     trained = warm_up(
         jax.device_put(params, replicated(mesh)),
         _AXES,
-        _EXAMPLES,
+        lay_out(_EXAMPLES, 8),
         logprobs,
         settings,
         seed=seed,
         mesh=mesh,
-        length_multiple=8,
         on_step=lambda *values: seen.append(values),
     )
     return np.asarray(trained["table"]), seen
@@ -162,12 +161,11 @@ def test_the_callback_may_stop_it():
         warm_up(
             {"table": jnp.zeros((8, 8))},
             _AXES,
-            _EXAMPLES,
+            lay_out(_EXAMPLES, 8),
             _table_logprobs,
             _settings(100),
             seed=0,
             mesh=one_device_mesh(),
-            length_multiple=8,
             on_step=stop,
         )
 
@@ -182,12 +180,11 @@ def test_a_decoder_learns_by_the_training_stacks_own_forward():
     warm_up(
         params,
         logical_axes(model),
-        _EXAMPLES,
+        lay_out(_EXAMPLES, 8),
         make_row_logprobs(model, Compute(one_segment=True), temperature=1.0, mesh=mesh),
         _settings(100, learning_rate=0.02),
         seed=0,
         mesh=mesh,
-        length_multiple=8,
         on_step=lambda done, loss: seen.append(loss),
     )
     # A decoder sees what stands before the 6: nothing is left that it can't learn.
@@ -200,7 +197,7 @@ from dcmdp_jax.config.settings import WarmupSettings
 from dcmdp_jax.data.prompts import EncodedPrompts
 from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import replicated
-from dcmdp_jax.training.warmup import warm_up
+from dcmdp_jax.training.warmup import lay_out, warm_up
 from dcmdp_jax.models.params import init_params
 
 def logprobs(params, rows):
@@ -215,7 +212,8 @@ settings = WarmupSettings(task="x", steps=2000, batch_size=2, learning_rate=1e-6
 ids = [np.array([1, 2, 3, 1, 2, 3], np.int32)] * 4
 examples = EncodedPrompts(problems=[], token_ids=ids, targets=[np.arange(6) > 2] * 4)
 axes = {"table": (None, None)}
-warm_up(params, axes, examples, logprobs, settings, seed=0, mesh=mesh, length_multiple=8, on_step=lambda *_: None)
+rows = lay_out(examples, 8)
+warm_up(params, axes, rows, logprobs, settings, seed=0, mesh=mesh, on_step=lambda *_: None)
 print("done")
 """
 
