@@ -283,12 +283,11 @@ def _evaluation_panels(runs: Runs) -> Iterable[Panel]:
             for series in runs.values()
             if name in series
         )
-        unit = "" if is_share else "mean reward"
+        unit = "share of right answers" if is_share else "mean reward"
         yield Panel(
             heading=name.removeprefix("eval/").replace("/", " "),
             unit=unit,
             names=(name,),
-            percent=is_share,
             smoothed=False,
             marker="o",
             overlay=functools.partial(_draw_interval, name=name),
