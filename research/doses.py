@@ -170,7 +170,9 @@ def _secondary(runs: Table) -> list[str]:
 
 def draw(runs: Table) -> Figure:
     """Differences by arm with 95% intervals; the band is the margin."""
-    figure, [axes] = make_figure(8, 3.4, "Score less that of GRPO, points", rows=1, columns=1)
+    figure, [axes] = make_figure(
+        8, 3.4, "Score less that of GRPO and its replicate, points", rows=1, columns=1
+    )
     arms = [arm for arm in runs if arm not in _BASELINES]
     by_name = differences(runs)
     axes.axhspan(-MARGIN, MARGIN, alpha=0.15, linewidth=0)
@@ -186,7 +188,7 @@ def draw(runs: Table) -> Figure:
             label=heading,
         )
     axes.set_xticks(range(len(arms)), arms, rotation=30)
-    axes.legend(**LEGEND)
+    axes.legend(**{**LEGEND, "loc": "upper left"})
     style_axes(axes, "points", x="")
     return figure
 
