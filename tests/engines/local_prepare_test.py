@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import dataclasses
+import re
 import threading
 
 import jax
@@ -38,6 +39,23 @@ def compiled(monkeypatch):
 
     monkeypatch.setattr(compiler, "compile_or_get_cached", counted)
     return names
+
+
+def test_a_decoding_step_copies_no_cache_of_a_model_with_one_key_head():
+    """Where the slot was written to one shape and read from another, each step had four copies."""
+    engine = local_engine(MODEL, precision="float32", max_total_tokens=40, max_rows=8)
+    shapes = programs.SamplingShapes(
+        batches=((8, 32, 16),), group=4, stops=1, bucket=16, mode="sample"
+    )
+    *_, decode = shapes.compilations(engine.program, "float32")
+    text = decode.trace().lower().compile().as_text()
+    engine.close()
+    computations = re.split(r"\n\n", text)
+    body_name = re.search(r" while\(.*body=%([\w.-]+)", text)[1]
+    [body] = [part for part in computations if part.startswith(f"%{body_name} ")]
+    # Keys have [8 rows x 1 head, 8, 32 slots], values [8, 32, 8].
+    assert re.search(r"f32\[8,(1,)?(8,32|32,8)\]", body)
+    assert re.findall(r"= f32\[8,(?:1,)?(?:8,32|32,8)\]\S* copy\(", body) == []
 
 
 def test_no_call_after_the_first_compiles_a_decode(compiled):
