@@ -47,8 +47,6 @@ METRICS = KEPT / "doses.jsonl.gz"
 _RUNS = Path("runs/studies/doses")
 MARGIN = 12.0
 """Points inside which a whole interval is called neither help nor harm."""
-LAST = 4
-"""Steps of a mean reward."""
 _BASELINES = (BASELINE, CONTROLS[-1])
 
 
@@ -128,12 +126,15 @@ def _secondary(runs: Table) -> list[str]:
     for arm, seeds in runs.items():
         below = {}
         for seed, series in seeds.items():
-            steps = np.flatnonzero(smoothed(series) < bar)
-            # GRPO begins below the bar: a fall comes after the first mean above it.
-            above = np.flatnonzero(smoothed(series) >= bar)
-            later = steps[steps > above[0]] if len(above) else steps
-            if len(later):
-                below[seed] = int(later[0]) + LAST
+            means = smoothed(series)
+            window = len(series["reward/mean"][1]) - len(means) + 1
+            places = np.flatnonzero(means < bar)
+            # A run begins below the bar: a fall comes after the first mean above it.
+            above = np.flatnonzero(means >= bar)
+            if len(above):
+                places = places[places > above[0]]
+            if len(places):
+                below[seed] = int(places[0]) + window
         returned = len(set(below) - set(collapsed[arm]))
         healthy = [float(np.median(before_a_fall(series))) for series in seeds.values()]
         peaks = [float(series["dual/multiplier"][1].max()) for series in seeds.values()]

@@ -283,7 +283,7 @@ def _evaluation_panels(runs: Runs) -> Iterable[Panel]:
             for series in runs.values()
             if name in series
         )
-        unit = "share of right answers" if is_share else "mean reward"
+        unit = "share of the full reward" if is_share else "mean reward"
         yield Panel(
             heading=name.removeprefix("eval/").replace("/", " "),
             unit=unit,

@@ -58,7 +58,7 @@ def warm_up(
 
     Args:
         params: initial parameters; donated.
-        axes: their logical axes, see `params.declared_axes`.
+        axes: their logical axes, see `params.logical_axes`.
         rows: result of `lay_out`.
         row_logprobs: the training stack's forward pass, at temperature 1, for this mesh.
         settings: steps, batch size, peak learning rate.

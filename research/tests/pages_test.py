@@ -900,19 +900,20 @@ def test_what_the_first_screens_say_of_late_collapse_is_what_the_kept_runs_did()
     assert round(min(halfway), 3) == 0.019 and round(max(halfway), 2) == 0.20
 
 
-def _both_engines(found, arm, form="{:+.0f} ± {:.0f}"):
+def _both_engines(differences, arm):
     """An arm's difference by an exact engine and by its own, and * behind one that holds."""
     texts = []
     for heading in paper_regime.PRIMARY:
-        one = found[arm, heading]
-        text = form.format(one.points.mean, one.points.half_width)
-        texts.append(text + "*" * one.holds)
+        difference = differences[arm, heading]
+        points = difference.points
+        mark = "*" if difference.holds else ""
+        texts.append(f"{points.mean:+.0f} ± {points.half_width:.0f}{mark}")
     return texts
 
 
 def test_what_the_pages_say_of_small_doses_is_what_the_kept_runs_did():
     runs = doses.read_complete()
-    found = doses.differences(runs)
+    by_name = doses.differences(runs)
     rules = (_ROOT / "research" / "doses.md").read_text()
     for line in doses.text(runs).splitlines():
         assert line in rules, line
@@ -927,22 +928,22 @@ def test_what_the_pages_say_of_small_doses_is_what_the_kept_runs_did():
         ("Score centering: ", "centered"),
     ):
         moved = sum(len(set(run["dual/multiplier"][1])) > 1 for run in runs[arm].values())
-        exact, own = _both_engines(found, arm)
+        exact, own = _both_engines(by_name, arm)
         assert f"{before.format(moved)}{exact} ({own})" in page, arm
-    exact, own = _both_engines(found, "token_0.001")
+    exact, own = _both_engines(by_name, "token_0.001")
     assert f"by more than 12 points: {exact}, by the engine that sampled {own} (40 seeds" in readme
     # What the rule says.
-    conclusions = {arm: doses.conclusion(found, arm) for arm, _ in found}
+    conclusions = {arm: doses.conclusion(by_name, arm) for arm, _ in by_name}
     assert conclusions["token_0.001"] == conclusions["dc_from_0"] == "neither"
     assert conclusions["dc_own_c"] == "open" and conclusions["centered"] == "helps, open"
     assert sum("open" in conclusion for conclusion in conclusions.values()) == 6
-    small = [found["token_0.001", heading].points for heading in paper_regime.PRIMARY]
+    small = [by_name["token_0.001", heading].points for heading in paper_regime.PRIMARY]
     assert min(one.mean - one.half_width for one in small) > -8.4
     assert max(one.mean + one.half_width for one in small) < 10.5
     widest = max(small, key=lambda one: one.half_width)
     low, high = widest.mean - widest.half_width, widest.mean + widest.half_width
     assert f"widest interval {low:.0f} to {high:.0f}" in rules
-    spreads = [np.std(list(one.points.values.values()), ddof=1) for one in found.values()]
+    spreads = [np.std(list(one.points.values.values()), ddof=1) for one in by_name.values()]
     assert f"varied by {min(spreads):.0f} to {max(spreads):.0f} points between seeds" in rules
     collapsed = ended(runs)
     fallen = len(collapsed["grpo"]) + len(collapsed["grpo_shaken"])
