@@ -8,7 +8,8 @@
 
 3-bit weights, one update of each weight sync, completions of 200 tokens, 32 steps
 (research/doses.md has the rules). `doses.py:pilots` is what was run first: GRPO's discrepancy, from
-which c follows, and the penalty's gradient.
+which c follows, and the penalty's gradient. `doses.py:late_pilots` looks for the learning rate at
+which GRPO collapses late, with 4-bit weights and four updates of each weight sync.
 
 All runs start from the policy in research/kept/start_200_tokens, 0.3M parameters.
 """
@@ -42,9 +43,15 @@ SMALL = {
 """The ascent at a twentieth of the paper's lambda_0 and eta."""
 
 
+LATE_RATES = (2e-4, 1e-4, 5e-5)
+"""Learning rates that the pilots of late collapse try."""
+
+
 def get_study(arg: str = "") -> Study:
-    if arg not in ("", "pilots"):
-        raise ValueError(f"study argument {arg!r}: allowed is pilots, or none")
+    if arg not in ("", "pilots", "late_pilots"):
+        raise ValueError(f"study argument {arg!r}: allowed are pilots and late_pilots, or none")
+    if arg == "late_pilots":
+        return _late_pilots()
     common = {**SETTING, **CALM, **GRPO, **INT3}
 
     if arg == "pilots":
@@ -70,3 +77,14 @@ def get_study(arg: str = "") -> Study:
     }
     arms = {label: Arm(BASE, common | settings) for label, settings in changes.items()}
     return Study("Doses where the mismatch costs learning", arms, "grpo", SEEDS, SCORED_EXACTLY)
+
+
+def _late_pilots() -> Study:
+    """GRPO and a zero-mismatch engine at each rate, 4-bit weights, four updates a weight sync."""
+    common = {**SETTING, **GRPO, "model.path": START}
+    arms = {}
+    for rate in LATE_RATES:
+        settings = common | {"optimizer.learning_rate": rate}
+        arms[f"grpo_{rate:g}"] = Arm(BASE, settings)
+        arms[f"exact_{rate:g}"] = Arm(BASE, settings | {"rollout.precision": "exact"})
+    return Study("Late collapse, pilots", arms, f"grpo_{LATE_RATES[0]:g}", PILOT_SEEDS)
