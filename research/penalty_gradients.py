@@ -17,6 +17,7 @@ import argparse
 import dataclasses
 import json
 import shutil
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,12 @@ from research.studies.sweep import load_study, resolve
 STEPS = (1, 2, 4, 6, 8, 12, 16, 24, 32)
 
 
-def measured(step: Any, rows: list[dict[str, float]]) -> Any:
-    """A training step that adds a row of `rows` at each of `STEPS`, and otherwise is `step`."""
+def measured(step: Any, rows: list[dict[str, float]], steps: Collection[int]) -> Any:
+    """A training step that adds a row of `rows` at each of `steps`, and otherwise is `step`."""
 
     def call(state: Any, batch: Any, frozen: Any) -> Any:
         number = int(state.step) + 1
-        if number not in STEPS:
+        if number not in steps:
             return step(state, batch, frozen)
 
         def norm(other: Any, given: Any) -> float:
@@ -81,11 +82,12 @@ def gradient_table(found: dict[str, list[dict[str, float]]]) -> str:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """Train each arm once and write its norms."""
+    """Train each arm and seed once and write its norms."""
     parser = argparse.ArgumentParser(prog="python -m research.penalty_gradients")
     parser.add_argument("--study", required=True)
     parser.add_argument("--arms", required=True, type=lambda text: text.split(","))
     parser.add_argument("--seeds", type=each_once(whole(0), "seed"), default=(0,))
+    parser.add_argument("--steps", type=each_once(whole(1), "step"), default=STEPS)
     parser.add_argument("--out", required=True, type=Path)
     arguments, overrides = parser.parse_known_args(argv)
     study = load_study(arguments.study)
@@ -99,7 +101,9 @@ def main(argv: list[str] | None = None) -> None:
         rows: list[dict[str, float]] = []
         run = Run.check(config)
         programs = make_step_programs(config, run.task.model, run.placement)
-        watched = dataclasses.replace(programs, train_step=measured(programs.train_step, rows))
+        watched = dataclasses.replace(
+            programs, train_step=measured(programs.train_step, rows, arguments.steps)
+        )
         train(run, show=lambda line: None, programs=watched)
         shutil.rmtree(one.directory)
         found[label] = rows
