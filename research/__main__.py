@@ -104,7 +104,12 @@ def _penalty_gradients() -> str:
     )
 
 
-_DOSES = doses.read_complete()
+_DOSES = {
+    name: (runs, setting.margin)
+    for name, setting in {"doses": doses.COARSE, "doses_late": doses.LATE}.items()
+    if (runs := doses.read_complete(setting))
+}
+"""Studies of doses whose seeds are all there."""
 _REGIMES = [name for name in STUDIES if name.startswith("paper_regime")]
 TEXTS: Mapping[str, Callable[[], str]] = {
     "arms": kept_studies.arms_text,
@@ -124,7 +129,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
         else {}
     ),
     **{name: functools.partial(_regime, name) for name in _REGIMES},
-    **({"doses": functools.partial(doses.text, _DOSES)} if _DOSES else {}),
+    **{name: functools.partial(doses.text, *study) for name, study in _DOSES.items()},
 }
 """Name -> the text of tables/NAME.txt."""
 _STEMS = {name: "smollm2_int4" if name == "smollm2" else name for name in long_tables.STUDIES}
@@ -138,7 +143,11 @@ FIGURES: Mapping[str, Callable[[], Mapping[str, Figure]]] = {
     ),
     "paper_regime": lambda: paper_regime.figures(paper_regime.read_kept("paper_regime")),
     "frozen": lambda: {"frozen": frozen_tables.draw(frozen_tables.read_kept())},
-    **({"doses": lambda: {"small_doses": doses.draw(_DOSES)}} if _DOSES else {}),
+    **(
+        {"doses": lambda: {"small_doses": doses.draw(*_DOSES["doses"])}}
+        if "doses" in _DOSES
+        else {}
+    ),
 }
 """Name -> figures by the stem of their file in images/."""
 

@@ -1,10 +1,10 @@
-"""The study of doses: `python -m research.doses` runs what is not kept; doses.md has the rules.
+"""The studies of doses: `python -m research.doses` runs what is not kept; doses.md has the rules.
 
 All arms of a seed run one after another on one machine, then those of the next seed. A seed that
 was cut is run again from its first arm. `python -m research doses` makes the table and the figure,
-once every seed is there.
+once every seed is there; `--late` and `doses_late` are setting B.
 
-    python -m research.doses --seeds=20,21  # these seeds only
+    python -m research.doses --late --seeds=20,21  # these seeds of setting B only
     python -m research.doses --keep=FILE  # copy the whole seeds of another checkout's FILE into the
                                           # kept metrics
 """
@@ -42,12 +42,28 @@ from research.studies.study import Study
 from research.studies.sweep import check_evaluation, load_study, resolve
 from research.sweep import check_kept, evaluated, run_in_one_process
 
-STUDY = "configs/studies/doses.py"
-METRICS = KEPT / "doses.jsonl.gz"
-_RUNS = Path("runs/studies/doses")
-MARGIN = 12.0
-"""Points inside which a whole interval is called neither help nor harm."""
 _BASELINES = (BASELINE, CONTROLS[-1])
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """One of the two studies.
+
+    Attributes:
+        study: its file and argument.
+        metrics: its kept runs.
+        margin: points inside which a whole interval is called neither help nor harm.
+    """
+
+    study: str
+    metrics: Path
+    margin: float
+
+
+COARSE = Setting(study="configs/studies/doses.py", metrics=KEPT / "doses.jsonl.gz", margin=12.0)
+LATE = Setting(
+    study="configs/studies/doses.py:late", metrics=KEPT / "doses_late.jsonl.gz", margin=17.0
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,22 +74,24 @@ class DoseDifference:
         points: mean over seeds with half of its 95% t interval.
         p: two-sided.
         holds: at 5% by Holm over the arms and both engines.
+        margin: of its setting.
     """
 
     points: Estimate
     p: float
     holds: bool
+    margin: float
 
     @property
     def verdict(self) -> str:
         """What the rule says."""
         if self.holds:
             return "helps" if self.points.mean > 0 else "harms"
-        inside = abs(self.points.mean) + self.points.half_width < MARGIN
+        inside = abs(self.points.mean) + self.points.half_width < self.margin
         return "neither" if inside else "open"
 
 
-def differences(runs: Table) -> dict[tuple[str, str], DoseDifference]:
+def differences(runs: Table, margin: float) -> dict[tuple[str, str], DoseDifference]:
     """(arm, primary measure) -> its difference."""
     estimates: dict[tuple[str, str], Estimate] = {}
     for heading in PRIMARY:
@@ -92,7 +110,7 @@ def differences(runs: Table) -> dict[tuple[str, str], DoseDifference]:
     }
     held = holm(p)
     return {
-        name: DoseDifference(points=one, p=p[name], holds=name in held)
+        name: DoseDifference(points=one, p=p[name], holds=name in held, margin=margin)
         for name, one in estimates.items()
     }
 
@@ -103,9 +121,9 @@ def conclusion(by_name: dict[tuple[str, str], DoseDifference], arm: str) -> str:
     return exact if exact == own else f"{exact}, {own}"
 
 
-def text(runs: Table) -> str:
+def text(runs: Table, margin: float) -> str:
     """Markdown: each arm's difference by both engines, what the rule says, and what is secondary."""
-    by_name = differences(runs)
+    by_name = differences(runs, margin)
     rows = []
     for arm in (arm for arm in runs if arm not in _BASELINES):
         cells = [f"`{arm}`", str(len(runs[arm]))]
@@ -169,14 +187,14 @@ def _secondary(runs: Table) -> list[str]:
     return [*markdown_table(heads, rows), "", f"The bar: mean reward of four steps {bar:.3f}."]
 
 
-def draw(runs: Table) -> Figure:
+def draw(runs: Table, margin: float) -> Figure:
     """Differences by arm with 95% intervals; the band is the margin."""
     figure, [axes] = make_figure(
         8, 3.4, "Score less that of GRPO and its replicate, points", rows=1, columns=1
     )
     arms = [arm for arm in runs if arm not in _BASELINES]
-    by_name = differences(runs)
-    axes.axhspan(-MARGIN, MARGIN, alpha=0.15, linewidth=0)
+    by_name = differences(runs, margin)
+    axes.axhspan(-margin, margin, alpha=0.15, linewidth=0)
     axes.axhline(0, linewidth=1)
     for heading, shift in zip(PRIMARY, (-0.12, 0.12), strict=True):
         points = [by_name[arm, heading].points for arm in arms]
@@ -194,10 +212,10 @@ def draw(runs: Table) -> Figure:
     return figure
 
 
-def read_complete() -> Table | None:
+def read_complete(setting: Setting) -> Table | None:
     """Every run of the study; None before all seeds are there."""
-    study = load_study(STUDY)
-    runs = read_whole(METRICS, study)
+    study = load_study(setting.study)
+    runs = read_whole(setting.metrics, study)
     return runs if whole_seeds(runs, list(study.arms)) == sorted(study.seeds) else None
 
 
@@ -220,39 +238,42 @@ def read_whole(path: Path, study: Study) -> Table:
     return only_seeds(runs, whole_seeds(runs, list(study.arms)))
 
 
-def run_seed(study: Study, seed: int) -> None:
-    """Train, score and keep the arms of a seed that are not kept."""
+def run_seed(study: Study, seed: int, metrics: Path) -> None:
+    """Train, score and keep in `metrics` the arms of a seed that it has not."""
     study = dataclasses.replace(study, seeds=(seed,))
-    runs, configs = resolve(study, _RUNS)
+    runs, configs = resolve(study, Path("runs/studies/doses"))
     check_evaluation(study, runs, configs)
     show = functools.partial(print, flush=True)
-    run_in_one_process(runs, configs, METRICS, show, functools.partial(evaluated, study))
+    run_in_one_process(runs, configs, metrics, show, functools.partial(evaluated, study))
 
 
 def main(argv: list[str]) -> int:
     """Parse the arguments (program name first); run or copy."""
     parser = argparse.ArgumentParser(prog="python -m research.doses")
+    parser.add_argument("--late", action="store_true", help="setting B, late collapse")
     parser.add_argument("--seeds", type=each_once(whole(0), "seed"))
     parser.add_argument("--keep", type=Path, metavar="FILE")
     arguments = parser.parse_args(argv[1:])
-    study = load_study(STUDY)
-    runs = read_whole(METRICS, study)
+    setting = LATE if arguments.late else COARSE
+    metrics = setting.metrics
+    study = load_study(setting.study)
+    runs = read_whole(metrics, study)
 
     if arguments.keep is not None:
         check_kept(arguments.keep, study)
         more = read_whole(arguments.keep, study)
         # A seed that is kept already stays as it is.
         runs = {arm: dict(sorted({**more[arm], **runs[arm]}.items())) for arm in study.arms}
-        write_kept_metrics(METRICS, runs)
-        print(f"{METRICS}: seeds {whole_seeds(runs, list(study.arms))}")
+        write_kept_metrics(metrics, runs)
+        print(f"{metrics}: seeds {whole_seeds(runs, list(study.arms))}")
         return 0
 
-    check_kept(METRICS, study)
-    if METRICS.exists():
-        write_kept_metrics(METRICS, runs)
+    check_kept(metrics, study)
+    if metrics.exists():
+        write_kept_metrics(metrics, runs)
     try:
         for seed in arguments.seeds or study.seeds:
-            run_seed(study, seed)
+            run_seed(study, seed, metrics)
     except Interrupted as stopped:
         print("stopped; the same command continues with the seed that was cut")
         return 128 + stopped.signal_number

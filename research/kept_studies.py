@@ -50,6 +50,8 @@ _RULES_FIRST = {
     "paper_regime_calm": f"{_STUDIES}/paper_regime.py:calm",
     "doses_pilots": f"{_STUDIES}/doses.py:pilots",
     "doses": f"{_STUDIES}/doses.py",
+    "doses_late_pilots": f"{_STUDIES}/doses.py:late_pilots",
+    "doses_late": f"{_STUDIES}/doses.py:late",
 }
 """Studies whose rules are written before their runs."""
 for _name, _study in _RULES_FIRST.items():

@@ -1,5 +1,6 @@
 """The study of doses: every run starts from the same bits, and only whole seeds are kept."""
 
+import dataclasses
 import hashlib
 import json
 from pathlib import Path
@@ -21,7 +22,7 @@ def test_every_run_starts_from_the_kept_policy_and_its_bits_are_these():
     weights = (_ROOT / study_file.START / "model.safetensors").read_bytes()
     assert hashlib.sha256(weights).hexdigest() == _WEIGHTS
     for argument in ("", ":pilots"):
-        arms = load_study(f"{doses.STUDY}{argument}").arms
+        arms = load_study(f"{doses.COARSE.study}{argument}").arms
         assert {arm_values(arm)["model.path"] for arm in arms.values()} == {study_file.START}
 
 
@@ -31,7 +32,7 @@ def test_c_is_a_quarter_above_the_pilots_median_discrepancy_of_four_steps():
     medians = [float(np.median(series["discrepancy/mean"][1])) for series in pilots.values()]
     assert all(len(series["discrepancy/mean"][1]) == 4 for series in pilots.values())
     assert float(f"{np.median(medians):.3g}") == study_file.HEALTHY
-    arms = load_study(doses.STUDY).arms
+    arms = load_study(doses.COARSE.study).arms
     own_c = {
         name: arm_values(arms[name])["algorithm.tolerance"]
         for name in ("dc_own_c", "dc_from_0", "dc_small")
@@ -88,14 +89,14 @@ def test_a_seed_that_an_arm_lacks_is_no_whole_seed():
 def test_whole_seeds_of_another_checkout_are_kept_beside_those_there_and_cut_ones_are_not(
     tmp_path, monkeypatch
 ):
-    arms = list(load_study(doses.STUDY).arms)
+    arms = list(load_study(doses.COARSE.study).arms)
     here = tmp_path / "here.jsonl.gz"
     there = tmp_path / "there.jsonl.gz"
     write_kept_metrics(here, _runs(dict.fromkeys(arms, [21])))
     more = _runs(dict.fromkeys(arms, [20, 22]))
     del more["centered"][22]
     write_kept_metrics(there, more)
-    monkeypatch.setattr(doses, "METRICS", here)
+    monkeypatch.setattr(doses, "COARSE", dataclasses.replace(doses.COARSE, metrics=here))
     # The multiplier's replay is another test's.
     monkeypatch.setattr(doses, "check_kept", lambda path, study: None)
     assert doses.main(["doses", f"--keep={there}"]) == 0
@@ -105,9 +106,9 @@ def test_whole_seeds_of_another_checkout_are_kept_beside_those_there_and_cut_one
 
 
 def test_whole_seeds_alone_are_in_the_kept_metrics():
-    if doses.METRICS.exists():
-        runs = read_kept_metrics(doses.METRICS, None)
-        seeds = doses.whole_seeds(runs, list(load_study(doses.STUDY).arms))
+    if doses.COARSE.metrics.exists():
+        runs = read_kept_metrics(doses.COARSE.metrics, None)
+        seeds = doses.whole_seeds(runs, list(load_study(doses.COARSE.study).arms))
         assert {arm: sorted(of_arm) for arm, of_arm in runs.items()} == dict.fromkeys(runs, seeds)
         # Two processes work from both ends: what is missing lies in between.
         missing = sorted({*study_file.SEEDS} - {*seeds})
@@ -131,7 +132,7 @@ def test_a_difference_is_to_the_mean_of_both_baselines_of_the_same_seed():
         "dc_small": {20: _scored(0.2, 0.6), 21: _scored(0.5, 0.9)},
     }
     # Exact: 60 - 50 and 90 - 60, mean 20, half width t(1) x 10; own: 20 - 30 and 50 - 50.
-    found = doses.differences(runs)
+    found = doses.differences(runs, 12.0)
     exact, own = (found["dc_small", heading] for heading in doses.PRIMARY)
     assert exact.points.mean == pytest.approx(20) and exact.points.half_width == pytest.approx(
         127.06, abs=0.01
@@ -158,7 +159,7 @@ def test_holm_counts_both_engines():
     exact = shifted(2.2)
     base = {s: _scored(0.5, 0.5) for s in range(40)}
     arm = {s: _scored(0.5 + own[s] / 100, 0.5 + exact[s] / 100) for s in range(40)}
-    found = doses.differences({"grpo": base, "grpo_shaken": base, "arm": arm})
+    found = doses.differences({"grpo": base, "grpo_shaken": base, "arm": arm}, 12.0)
     assert (
         0.025 < found["arm", doses.PRIMARY[0]].p < 0.05 and not found["arm", doses.PRIMARY[0]].holds
     )
@@ -178,7 +179,7 @@ def test_holm_counts_both_engines():
 )
 def test_what_the_rule_says(mean, half_width, holds, verdict):
     points = Estimate(mean=mean, half_width=half_width, values={})
-    assert doses.DoseDifference(points=points, p=0.5, holds=holds).verdict == verdict
+    assert doses.DoseDifference(points=points, p=0.5, holds=holds, margin=12).verdict == verdict
 
 
 def _run(rewards, deltas, multipliers, *, own=0.5, exact=0.25):
@@ -201,7 +202,7 @@ def test_the_secondary_table_by_hand():
     dips = _run(rewards, [0.002] * 12, [0.1] * 12, own=0.7, exact=0.45)
     base = {20: steady, 21: steady}
     runs = {"grpo": base, "grpo_shaken": base, "dc_small": {20: falls, 21: dips}}
-    table = doses.text(runs)
+    table = doses.text(runs, 12.0)
     assert "| `grpo` | 25.0 | 50.0 | 0 | - | 0 of 0 | 0.800 | 4.00 | 0 to 0 | 0 |" in table
     # The other's means: 0.8 0.625 0.45 0.275 0.1 0.275 ...: below at step 7, and back.
     assert "| `dc_small` | 35.0 | 60.0 | 1 | 9 | 1 of 2 | 0.800 | 2.00 | 0.1 to 0.3 | 1 |" in table
@@ -210,14 +211,14 @@ def test_the_secondary_table_by_hand():
     assert "| `dc_small` | 2 | +10.0 ± 127.1 | 0.5 | +10.0 ± 127.1 | 0.5 | open |" in table
 
 
-def test_no_table_before_every_seed_is_there(tmp_path, monkeypatch):
-    arms = list(load_study(doses.STUDY).arms)
+def test_no_table_before_every_seed_is_there(tmp_path):
+    arms = list(load_study(doses.COARSE.study).arms)
     seeds = list(study_file.SEEDS)
-    monkeypatch.setattr(doses, "METRICS", tmp_path / "doses.jsonl.gz")
-    assert doses.read_complete() is None
+    setting = dataclasses.replace(doses.COARSE, metrics=tmp_path / "doses.jsonl.gz")
+    assert doses.read_complete(setting) is None
     runs = _runs(dict.fromkeys(arms, seeds))
-    write_kept_metrics(doses.METRICS, runs)
-    assert len(doses.read_complete()["grpo"]) == 40
+    write_kept_metrics(setting.metrics, runs)
+    assert len(doses.read_complete(setting)["grpo"]) == 40
     del runs["centered"][59]
-    write_kept_metrics(doses.METRICS, runs)
-    assert doses.read_complete() is None
+    write_kept_metrics(setting.metrics, runs)
+    assert doses.read_complete(setting) is None
