@@ -1,5 +1,6 @@
 """A compiled step at given lengths of completions: a lognormal distribution, or a run's."""
 
+import dataclasses
 import json
 import re
 from collections.abc import Mapping
@@ -87,8 +88,9 @@ def forward_flops(model: ModelConfig, length: int) -> float:
     queries = model.num_heads * model.head_dim
     keys = model.num_kv_heads * model.head_dim
 
-    # Columns of the matrices that a token's hidden state meets.
-    mlp = 3 * model.active_mlp_width + model.num_experts + model.family.shared_expert
+    # Columns of the matrices that a token's hidden state meets: of its own experts alone.
+    active = dataclasses.replace(model, num_experts=model.num_experts_per_tok)
+    mlp = 3 * active.stored_mlp_width + model.num_experts + model.family.shared_expert
     attention = (2 + model.family.output_gate) * queries + 2 * keys
     recurrence = model.mixed_width + 2 * values + 2 * model.linear_num_value_heads
     widths = model.num_layers * mlp + full_layers * attention + recurrent_layers * recurrence

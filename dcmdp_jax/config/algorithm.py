@@ -267,8 +267,7 @@ class AlgorithmSettings:
 
         trust_region = self._only_function("trust_region")
         loss = self._only_function("loss")
-        (loss_call,) = self.calls("loss")
-        if not loss_call.own:  # a user's loss has no trust region
+        if not isinstance(loss, OwnRemedy):  # a user's loss has no trust region
             loss = functools.partial(loss, trust_region=trust_region)
         centered = None
         if self.centers:

@@ -164,21 +164,19 @@ def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
 
 def engine_arguments(
     config: Config,
+    kind: EngineKind,
     host: int = 0,
-    *,
-    kind: EngineKind | None = None,
     **further: Any,
-) -> tuple[EngineKind, EngineArguments]:
-    """The engine of a run and its arguments.
+) -> EngineArguments:
+    """The arguments of a run's engine.
 
     Args:
         config: the settings.
+        kind: the engine's record.
         host: index of this process, whose engine has a directory of its own.
-        kind: the engine's record; None for one that can be trained with.
         further: further arguments that are known by now, such as `model` and `mesh`.
     """
     rollout = config.rollout
-    kind = kind or find_trainable(rollout.engine)
     directory = kind.name if kind in TRAINABLE.values() else "engine"
     if host:
         directory += f"_{host}"
@@ -195,16 +193,16 @@ def engine_arguments(
         directory=Path(config.run_dir) / directory,
         lag=rollout.lag,
     )
-    return kind, dataclasses.replace(arguments, **further)
+    return dataclasses.replace(arguments, **further)
 
 
-def check_engine(config: Config, kind: EngineKind | None = None) -> None:
+def check_engine(config: Config, kind: EngineKind) -> None:
     """Check the settings alone by the engine's record, see `engine_arguments`.
 
     Raises:
         UserError: in one line, naming the setting.
     """
-    kind, arguments = engine_arguments(config, kind=kind)
+    arguments = engine_arguments(config, kind)
     with as_settings(of_engine(kind)):
         kind.check(arguments)
         kind.check_temperature(config.rollout.temperature)
@@ -230,7 +228,8 @@ def forward_scheme(config: Config, platform: str = "", **further: Any) -> Scheme
             trainer can't repeat.
     """
     model = config.model
-    kind, arguments = engine_arguments(config, **further)
+    kind = find_trainable(config.rollout.engine)
+    arguments = engine_arguments(config, kind, **further)
     _check_repeated(config, "forward_precision", "precision", kind.emulated)
     _check_repeated(config, "forward_cache", "kv_cache_dtype", kind.emulated_caches)
     names = of_engine(kind)
@@ -277,9 +276,10 @@ def validate(config: Config, overrides: Collection[str] = ()) -> None:
         UserError: in one line, for the first rule that is broken, naming setting, value and what is
             allowed.
     """
-    _check_each(config, find_trainable(config.rollout.engine), declared(Config))
+    kind = find_trainable(config.rollout.engine)
+    _check_each(config, kind, declared(Config))
     _refuse(config, _task_rules(config), overrides)
-    check_engine(config)
+    check_engine(config, kind)
     forward_scheme(config)
     for rules in (_step_rules, _size_rules, _reward_rules, _teacher_rules, _host_rules):
         _refuse(config, rules(config), overrides)

@@ -247,19 +247,11 @@ class ModelConfig:
         return tuple(windows.get(layer, 0) for layer in range(self.num_layers))
 
     @property
-    def active_mlp_width(self) -> int:
-        """Width of the MLP that a token passes through, summed over its experts."""
-        return self._mlp_width(self.num_experts_per_tok)
-
-    @property
     def stored_mlp_width(self) -> int:
         """Width of all MLPs of a layer together."""
-        return self._mlp_width(self.num_experts)
-
-    def _mlp_width(self, experts: int) -> int:
         if not self.num_experts:
             return self.intermediate_size
-        width = experts * self.moe_intermediate_size
+        width = self.num_experts * self.moe_intermediate_size
         if self.family.shared_expert:
             width += self.intermediate_size
         return width

@@ -24,20 +24,11 @@ class Stack:
 
     Attributes:
         axis: the logical name of the axis, "layers" or "experts".
-        size: how many there are.
-        numbers: the number of each in Hugging Face's names; None: from 0 on.
+        numbers: the number of each in Hugging Face's names.
     """
 
     axis: str
-    size: int
-    numbers: tuple[int, ...] | None = None
-
-    @property
-    def members(self) -> Sequence[int]:
-        """The number of each."""
-        if self.numbers is None:
-            return range(self.size)
-        return self.numbers
+    numbers: Sequence[int]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +95,7 @@ def parameter(
         init, hf_name, stacks, transposed, quantized, fused: see `Declaration`.
     """
     for stack in reversed(stacks):
-        shape = (stack.size, *shape)
+        shape = (len(stack.numbers), *shape)
         axes = (stack.axis, *axes)
     declaration = Declaration(
         path=(),

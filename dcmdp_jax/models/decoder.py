@@ -364,7 +364,7 @@ class Layers(nnx.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         for kind, numbers in config.kinds.items():
-            stack = Stack(axis="layers", size=len(numbers), numbers=numbers)
+            stack = Stack(axis="layers", numbers=numbers)
             setattr(self, kind, Block(config, stacks=(stack,), kind=kind))
 
 
@@ -381,7 +381,7 @@ class Decoder(nnx.Module):
         if config.recurrent_layers:
             self.layers = Layers(config)
         else:
-            stack = Stack(axis="layers", size=config.num_layers)
+            stack = Stack(axis="layers", numbers=range(config.num_layers))
             self.layers = Block(config, stacks=(stack,))
         self.norm = _last_norm(config)
         if not config.tie_word_embeddings:

@@ -560,18 +560,11 @@ def _pieced_forward(inputs: _Inputs, options: LogprobOptions) -> tuple[_Outputs,
     if axes.vocab is not None:  # once, after the last piece
         largest = lax.pmax(running.largest, axes.vocab)
         shrink = jnp.exp(running.largest - largest)
+        own_sums = running._replace(
+            largest=None, mass=running.mass * shrink, weighted=running.weighted * shrink
+        )
         # Targets and listed ids have logits on one device each, and 0 on the others.
-        mass, weighted, target, listed_logits = lax.psum(
-            (running.mass * shrink, running.weighted * shrink, running.target, running.listed),
-            axes.vocab,
-        )
-        running = _Running(
-            largest=largest,
-            mass=mass,
-            weighted=weighted,
-            target=target,
-            listed=listed_logits,
-        )
+        running = lax.psum(own_sums, axes.vocab)._replace(largest=largest)
 
     computed = (jnp.arange(len(targets)) < count)[:, None]
     log_mass = running.largest + jnp.log(running.mass)

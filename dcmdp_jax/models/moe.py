@@ -72,7 +72,7 @@ class Experts(nnx.Module):
     ) -> None:
         width = config.moe_intermediate_size
         embed = config.hidden_size
-        stacks = (*stacks, Stack(axis="experts", size=config.num_experts))
+        stacks = (*stacks, Stack(axis="experts", numbers=range(config.num_experts)))
 
         def linear(
             name: str,

@@ -43,11 +43,10 @@ def param_shapes(config: ModelConfig, dtype: str = "float32") -> Params:
 
 def declared_shapes(declared: Iterable[Declaration], dtype: str) -> Params:
     """`jax.ShapeDtypeStruct`s of declared parameters."""
-
-    def leaf(declaration: Declaration) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(declaration.shape, jnp.dtype(dtype))
-
-    return declared_tree(declared, leaf)
+    return declared_tree(
+        declared,
+        lambda declaration: jax.ShapeDtypeStruct(declaration.shape, jnp.dtype(dtype)),
+    )
 
 
 def logical_axes(config: ModelConfig) -> Params:
@@ -183,7 +182,7 @@ def declared_tensors(declarations: Iterable[Declaration]) -> dict[str, HFTensor]
             start = declared.fused.block * rows
             fused = FusedPart(
                 name=declared.fused.hf_name.format(**numbers),
-                shape=(declared.stacks[-1].size, declared.fused.blocks * rows, *shape[1:]),
+                shape=(len(declared.stacks[-1].numbers), declared.fused.blocks * rows, *shape[1:]),
                 index=index[-1],
                 rows=slice(start, start + rows),
             )
@@ -224,7 +223,7 @@ def declared_tensors(declarations: Iterable[Declaration]) -> dict[str, HFTensor]
             # before it.
             layers = []
             for stack, declarations_of_stack in by_stack.items():
-                for position, number in enumerate(stack.members):
+                for position, number in enumerate(stack.numbers):
                     layers.append((number, position, declarations_of_stack))
             layers.sort(key=lambda layer: layer[0])
             for number, position, declarations_of_stack in layers:

@@ -131,23 +131,20 @@ def make_row_logprobs(
         token, entropy, *listed_logprobs = token_logprobs(
             hidden, output, rows.input_ids, mask, listed
         )
+        outputs = RowOutputs(logprobs=token, entropy=entropy, router=router)
         if listed is None:
-            return RowOutputs(logprobs=token, entropy=entropy, router=router)
+            return outputs
         [top] = listed_logprobs
         if not cut:
-            return RowOutputs(logprobs=token, entropy=entropy, router=router, top_logprobs=top)
+            return outputs._replace(top_logprobs=top)
 
         # log S: log p_y - log S is the log-prob among the listed tokens.
         present = listed >= 0
         log_mass = jax.nn.logsumexp(top, axis=-1, where=present | ~mask[..., None])
         log_mass = jnp.where(mask, log_mass, 0.0)
         top = jnp.where(mask[..., None] & present, top - log_mass[..., None], 0.0)
-        return RowOutputs(
-            logprobs=token - log_mass,
-            entropy=entropy,
-            router=router,
-            top_logprobs=top,
-            kept_mass=jnp.exp(log_mass),
+        return outputs._replace(
+            logprobs=token - log_mass, top_logprobs=top, kept_mass=jnp.exp(log_mass)
         )
 
     return row_logprobs

@@ -11,7 +11,14 @@ import jax
 from jax.sharding import AbstractMesh, Mesh
 
 from dcmdp_jax.config.algorithm import check_own_remedies
-from dcmdp_jax.config.checks import MESH, as_settings, engine_arguments, forward_scheme, of_engine
+from dcmdp_jax.config.checks import (
+    MESH,
+    as_settings,
+    engine_arguments,
+    find_trainable,
+    forward_scheme,
+    of_engine,
+)
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.row_layout import RowShapes
 from dcmdp_jax.engines.engine_kind import (
@@ -227,8 +234,8 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
 
 def _engine(config: Config, **arguments: Any) -> tuple[EngineKind, EngineArguments]:
     """The engine of a run with what it gets of adapters; a supervised run has none."""
-    kind = EngineKind() if config.supervised else None
-    kind, engine = engine_arguments(config, kind=kind, **arguments)
+    kind = EngineKind() if config.supervised else find_trainable(config.rollout.engine)
+    engine = engine_arguments(config, kind, **arguments)
     lora = config.model.lora if kind.takes_adapters(engine.settings) else None
     return kind, dataclasses.replace(engine, lora=lora)
 
@@ -410,9 +417,9 @@ def usable_memory(config: Config, topology: Topology) -> tuple[int, str]:
 
 def _share(config: Config) -> DeviceShare | None:
     """How an engine on the same devices shares them; None with others, or in the same process."""
-    kind, arguments = engine_arguments(config)
+    kind = find_trainable(config.rollout.engine)
     with as_settings(of_engine(kind)):
-        return kind.device_share(arguments)
+        return kind.device_share(engine_arguments(config, kind))
 
 
 def compile_program(program: Lowerable, read: Callable[[jax.stages.Compiled], Any]) -> Compiled:

@@ -5,6 +5,7 @@ the parameters alone.
 """
 
 import dataclasses
+import heapq
 import json
 import logging
 import math
@@ -104,15 +105,14 @@ class _BestScores(preservation_policy.PreservationPolicy):
             if score is not None and not math.isnan(score.value):
                 scores.append((score, index))
 
-        # Checkpoints come oldest first, so the last score is the newest. Sorting puts the newer of
-        # two equal scores behind the other.
+        # Checkpoints come oldest first, so the last score is the newest, and of two equal scores the
+        # newer has the larger index.
         ranked = []
         for score, index in scores:
             newest, _ = scores[-1]
             if score.name == newest.name:
                 ranked.append((score.value, index))
-        ranked.sort()
-        best = {index for _, index in ranked[max(len(ranked) - self.count, 0) :]}
+        best = {index for _, index in heapq.nlargest(self.count, ranked)}
         return [index in best for index in range(len(checkpoints))]
 
 

@@ -148,11 +148,11 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
     dtype = synced_dtype(saved, config)
     kind = find_engine(rollout.engine)
     with as_settings(of_engine(kind)):
-        _, arguments = engine_arguments(
+        arguments = engine_arguments(
             config,
-            kind=kind,
+            kind,
             model=model,
-            platform=kind.check_machine(engine_arguments(config, kind=kind)[1]),
+            platform=kind.check_machine(engine_arguments(config, kind)),
             directory=files.with_suffix(f".{kind.name or 'engine'}"),
             max_total_tokens=task.longest_prompt + rollout.max_completion_tokens,
             mesh=lambda **split: sampling_mesh(

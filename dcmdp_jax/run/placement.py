@@ -92,7 +92,7 @@ def trainable_engine(config: Config) -> tuple[EngineKind, str]:
     """
     kind = find_trainable(config.rollout.engine)
     with as_settings(of_engine(kind)):
-        return kind, kind.check_machine(engine_arguments(config, kind=kind)[1])
+        return kind, kind.check_machine(engine_arguments(config, kind))
 
 
 def place(
@@ -115,10 +115,10 @@ def place(
         UserError: in one line, naming the setting.
     """
     config = task.config
-    _, engine = engine_arguments(
+    engine = engine_arguments(
         config,
+        kind,
         hosts.index,
-        kind=kind,
         model=task.model,
         platform=platform,
     )
@@ -237,7 +237,7 @@ def check_reductions(config: Config, mesh: Mesh) -> None:
     such a mesh.
     """
     split = [axis for axis in ("fsdp", "tensor", "expert") if mesh.shape[axis] > 1]
-    on_cpu = mesh.devices.flat[0].platform == "cpu"
+    on_cpu = decoder.platform_of(mesh) == "cpu"
     if split and on_cpu and config.model.compute_dtype == "bfloat16":
         axes = ", ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in split)
         raise UserError(
@@ -266,9 +266,8 @@ def check_kernel(config: Config, platform: str, head_dim: int) -> None:
         row_attention = functools.partial(attention.row_attention, kernel=kernel)
         try:
             jax.jit(row_attention).lower(heads, heads, heads, ids).compile()
-        except (
-            Exception
-        ) as error:  # a missing or old library and an unknown width raise differently
+        except Exception as error:
+            # A missing or old library and an unknown width raise differently.
             reason = " ".join((str(error) or type(error).__name__).split())[:200]
             remedy = "choose training.segments_per_row=1"
             if segments == 1:
@@ -342,7 +341,7 @@ def fit(
     compute = compute_on(config, mesh, layers=model.num_layers)
     packing = packing_on(config, mesh, compute, shortest=1 + shapes.shortest_prompt)
     columns = episode.column_shapes(config.columns, k=rollout.top_logprobs, routing=model.routing)
-    machine = machine or this_machine(mesh.devices.flat[0].platform)
+    machine = machine or this_machine(decoder.platform_of(mesh))
     dtype = config.model.param_dtype
     if config.model.lora_rank or config.model.adapter:
         dtype = "float32"
@@ -385,8 +384,8 @@ def fit(
 def compute_on(config: Config, mesh: Mesh, *, layers: int = _CPU_UNROLL) -> decoder.Compute:
     """Computation of the training stack on a mesh, of a model with `layers` layers."""
     settings = config.model
-    platform = mesh.devices.flat[0].platform
-    dtype = np.dtype(jnp.dtype(settings.compute_dtype))
+    platform = decoder.platform_of(mesh)
+    dtype = jnp.dtype(settings.compute_dtype)
     longest = -(-max((config.max_total_tokens, *config.training.row_lengths)) // 128) * 128
     kernel = attention.choose_kernel(settings.attention, dtype, platform, longest)
     segments = segments_of(config, kernel)
@@ -408,7 +407,7 @@ def _layers_at_once(remat: str, mesh: Mesh, layers: int) -> int:
     remat=none; without the loop its step takes 49.6 GiB in place of 45.2, and less than twice as
     long to compile.
     """
-    platform = mesh.devices.flat[0].platform
+    platform = decoder.platform_of(mesh)
     if platform == "gpu" and remat == "none" and data_parallel_only(mesh):
         return layers
     if platform == "cpu" and layers <= _CPU_UNROLL:

@@ -54,7 +54,7 @@ class Run:
         task = read_task(config, datetime.fromisoformat(started))
         placement = place(task, *engine, hosts, fitted_rows=rows)
         placement.engine.memory.check()
-        shardings = model_shardings(task.model, config.model.param_dtype, placement.mesh)
+        shardings = model_shardings(task.model, placement.mesh)
         weights = Weights(
             task=task,
             shardings=shardings,

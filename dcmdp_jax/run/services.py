@@ -24,8 +24,7 @@ class Services(contextlib.AbstractContextManager["Services"]):
 
     Attributes:
         engine: the inference engine, ready for weights.
-        verifier: the judge of answers, for the reward `math` and for evaluation.
-        scorer: scores completions, with the reward functions.
+        scorer: scores completions, with the judge of answers and the reward functions.
         turns: samples in turns with the environment of `task.environment`; None without one.
         teacher: the server of the reward `teacher:http://...`; None without.
         tokenizer: turns token ids into the texts that are scored.
@@ -33,7 +32,6 @@ class Services(contextlib.AbstractContextManager["Services"]):
     """
 
     engine: protocol.Engine
-    verifier: Verifier
     scorer: RewardScorer
     turns: TurnSampler | None
     tokenizer: PreTrainedTokenizerBase
@@ -106,7 +104,6 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
             teacher = _teacher_server(config, setup)
         return Services(
             engine=engine,
-            verifier=verifier,
             scorer=scorer,
             turns=turns,
             tokenizer=task.tokenizer,

@@ -303,9 +303,9 @@ class Weights:
         )
 
 
-def model_shardings(model: config.ModelConfig, param_dtype: str, mesh: Mesh) -> Params:
+def model_shardings(model: config.ModelConfig, mesh: Mesh) -> Params:
     """The sharding of every parameter of a model."""
-    return param_shardings(logical_axes(model), param_shapes(model, param_dtype), mesh)
+    return param_shardings(logical_axes(model), param_shapes(model), mesh)
 
 
 def frozen_shapes(model: config.ModelConfig, dtype: str, mesh: Mesh) -> Params:
@@ -317,7 +317,7 @@ def frozen_shapes(model: config.ModelConfig, dtype: str, mesh: Mesh) -> Params:
         mesh: the training devices.
     """
     stored_dtype = "float32" if dtype == "float32" else "bfloat16"
-    shardings = model_shardings(model, stored_dtype, mesh)
+    shardings = model_shardings(model, mesh)
     shapes = sharded(param_shapes(model, stored_dtype), shardings)
     if dtype != "int8":
         return shapes

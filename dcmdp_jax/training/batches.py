@@ -159,8 +159,9 @@ class Batches:
         task: the problems, and how they are sampled.
         programs: the step's programs.
         leave: ends the work of this process with that of the others.
-        frozen: the base of the adapters, if what is trained are adapters.
+        frozen: the base of the adapters, or the reference policy.
         compiled: collective, waits for the programs that are being compiled.
+        add_teacher: result of `make_teacher`.
     """
 
     services: Services
@@ -170,6 +171,7 @@ class Batches:
     leave: exit.CollectiveExit
     frozen: Params | None = None
     compiled: Callable[[], None] = lambda: None
+    add_teacher: Callable[[Batch], Batch] = lambda batch: batch
 
     def __post_init__(self) -> None:
         config = self.task.config
@@ -398,7 +400,7 @@ class Batches:
         self.compiled()
         programs = self.programs
         params = programs.setup.policy(params, self.frozen)
-        batch = programs.add_teacher(batch)
+        batch = self.add_teacher(batch)
         if programs.rescore is not None:
             batch, metrics["mismatch/sampler"] = programs.rescore(params, batch)
         if self._lag:

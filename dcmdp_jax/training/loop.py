@@ -1,7 +1,6 @@
 """The training loop: sync weights, get the step's batch, train on it, record, evaluate, save."""
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -184,16 +183,15 @@ def train(
         programs = programs or make_step_programs(task.config, task.model, placement, task.lora)
         check = functools.partial(placement.engine.kind.check_start, services.engine)
         with open_session(run, programs, stop, show=show, check=check) as session:
-            add_teacher = make_teacher(task, placement)
-            session.programs = dataclasses.replace(programs, add_teacher=add_teacher)
             step_batches = Batches(
                 services=services,
                 placement=placement,
                 task=task,
-                programs=session.programs,
+                programs=programs,
                 leave=session.exit,
-                frozen=session.frozen if task.lora else None,
+                frozen=session.frozen,
                 compiled=session.compiled,
+                add_teacher=make_teacher(task, placement),
             )
             session.older_params = step_batches.behind
             with contextlib.closing(step_batches), session.keeping_finished_steps():

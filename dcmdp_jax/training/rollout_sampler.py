@@ -128,12 +128,6 @@ class StepRollouts:
     leave: exit.CollectiveExit
     collective: bool = True
 
-    def __post_init__(self) -> None:
-        config = self.task.config
-        self._training = config.training
-        self._rollout = config.rollout
-        self._refill_rounds = config.algorithm.refill_rounds
-
     def sample(self, step: int, first: int, timer: phase_timer.PhaseTimer) -> StepRollout:
         """Sample and score the problems from `first` on: a function of (seed, step, first).
 
@@ -150,13 +144,14 @@ class StepRollouts:
             EngineError: if the engine breaks or a log-prob is not finite, unless those completions
                 are dropped.
         """
-        count = self._training.prompts_per_step
+        config = self.task.config
+        count = config.training.prompts_per_step
         share = self._share(step, 0, first, count, timer)
         if not self.collective:
             return share
         rounds = [self.exchange(share)]
         position = first + count
-        while len(rounds) <= self._refill_rounds:
+        while len(rounds) <= config.algorithm.refill_rounds:
             missing = count - sum(int(rollout.differing.sum()) for rollout in rounds)
             if missing <= 0:
                 break
@@ -176,7 +171,7 @@ class StepRollouts:
     ) -> StepRollout:
         """This process's share of a round: `count` problems from `position` on, in one call."""
         task = self.task
-        seed = self._training.seed
+        seed = self.task.config.training.seed
         share = self.hosts.share(count)
         rows = task.stream.at(seed=seed, first=position, count=count)[share]
         problems = [task.train.problems[row] for row in np.repeat(rows, task.sampling.group_size)]
@@ -201,7 +196,7 @@ class StepRollouts:
             texts=texts,
             scores=scores,
             dropped=np.zeros(len(texts), bool),
-            batch_groups=self._training.prompts_per_step,
+            batch_groups=task.config.training.prompts_per_step,
             prompts_taken=count,
         )
 
@@ -244,7 +239,7 @@ class StepRollouts:
             EngineError: if a log-prob is not finite, unless those completions are dropped.
         """
         task = self.task
-        rollout = self._rollout
+        rollout = task.config.rollout
         joined = join(self.hosts.gather(share, StepRollout, Episode, BatchScores, Grades))
         with as_settings(EPISODES):
             dropped = unusable_completions(joined.episodes, drop=rollout.on_non_finite == "drop")
@@ -255,6 +250,6 @@ class StepRollouts:
                     joined.episodes,
                     rollout.top_logprobs,
                     task.model.vocab_size,
-                    complete=task.sampling.cuts,
+                    complete=rollout.cuts,
                 )
         return dataclasses.replace(joined, dropped=dropped)

@@ -12,7 +12,6 @@ from dcmdp_jax.models.params import logical_axes
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.run.checkpoint import Checkpoints, needed_by
 from dcmdp_jax.run.run import Run
-from dcmdp_jax.run.weights import Weights
 from dcmdp_jax.training import exit, warmup
 from dcmdp_jax.training.state import initial_dual
 from dcmdp_jax.training.step_programs import StepPrograms
@@ -150,24 +149,3 @@ def _warm_up(
             mesh=mesh,
             on_step=on_step,
         )
-
-
-def frozen_params(weights: Weights, checkpoints: Checkpoints, step: int) -> Params | None:
-    """The policy before the first step: reference of the KL term and base of the adapters.
-
-    None when there is neither.
-
-    Args:
-        weights: what the run starts from.
-        checkpoints: the run's checkpoints.
-        step: finished steps, whose checkpoint knows the policy's digests.
-
-    Raises:
-        CheckpointError: if it is another policy than the one that the run began with.
-    """
-    if not weights.has_frozen:
-        return None
-    with activity("loading the initial policy"):
-        frozen = weights.frozen()
-        checkpoints.check_reference(frozen, step, weights.frozen_path)
-    return frozen

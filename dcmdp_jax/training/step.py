@@ -19,6 +19,7 @@ from dcmdp_jax.algorithm.stats import Mean, Sum
 from dcmdp_jax.config.algorithm import AlgorithmSettings, Remedies
 from dcmdp_jax.data.episode import OLD_TOP_LOGPROBS, TOP_IDS, TOP_LOGPROBS
 from dcmdp_jax.models import moe, products
+from dcmdp_jax.models.decoder import platform_of
 from dcmdp_jax.models.lora import Policy, make_policy
 from dcmdp_jax.models.row_logprobs import RowLogprobs, RowOutputs, without_replay
 from dcmdp_jax.parallel.backend import compiler_options
@@ -193,21 +194,16 @@ def make_train_step(
     # Loaded here, so that a function of a user that can't be loaded fails before the first step.
     _ = setup.remedies
 
-    def step(state: TrainState, batch: Batch, frozen: Params | None) -> StepResult:
-        with products.products_in(setup.compute_dtype):
-            return _train_step(setup, state, batch, frozen)
-
-    if shardings is None:
-        options = compiler_options(jax.default_backend())
-        return jax.jit(step, donate_argnums=0, compiler_options=options)
-    # All but the state is replicated, so that each process of several can read it.
-    mesh = shardings.step.mesh
-    everywhere = replicated(mesh)
+    out_shardings = None
+    if shardings is not None:
+        # All but the state is replicated, so that each process of several can read it.
+        everywhere = replicated(setup.mesh)
+        out_shardings = (shardings, everywhere, everywhere)
     return jax.jit(
-        step,
+        functools.partial(_train_step, setup),
         donate_argnums=0,
-        compiler_options=compiler_options(mesh.devices.flat[0].platform),
-        out_shardings=(shardings, everywhere, everywhere),
+        compiler_options=compiler_options(platform_of(setup.mesh)),
+        out_shardings=out_shardings,
     )
 
 
@@ -218,28 +214,31 @@ def _train_step(
     frozen: Params | None,
 ) -> StepResult:
     """Do the optimizer updates of one step and update the multiplier (Algorithm 1)."""
-    settings = setup.settings
-    with jax.named_scope(RECOMPUTE):
-        batch = _recompute(setup, setup.policy(state.params, frozen), batch)
+    with products.products_in(setup.compute_dtype):
+        settings = setup.settings
+        with jax.named_scope(RECOMPUTE):
+            batch = _recompute(setup, setup.policy(state.params, frozen), batch)
 
-    rewards = objective.punished_rewards(settings, batch, setup.max_completion_tokens)
-    penalized_rewards = objective.penalized_rewards(
-        settings, setup.remedies, state.dual, rewards, batch.rows
-    )
-    mini_batches = _MiniBatch(
-        batch=batch,
-        rewards=rewards,
-        penalized_rewards=penalized_rewards,
-        starts_step=jnp.arange(len(rewards)) == 0,
-    )
-    next_state, updates = lax.scan(functools.partial(_update, setup, frozen), state, mini_batches)
+        rewards = objective.punished_rewards(settings, batch, setup.max_completion_tokens)
+        penalized_rewards = objective.penalized_rewards(
+            settings, setup.remedies, state.dual, rewards, batch.rows
+        )
+        mini_batches = _MiniBatch(
+            batch=batch,
+            rewards=rewards,
+            penalized_rewards=penalized_rewards,
+            starts_step=jnp.arange(len(rewards)) == 0,
+        )
+        next_state, updates = lax.scan(
+            functools.partial(_update, setup, frozen), state, mini_batches
+        )
 
-    metrics = step_metrics(settings, setup.schedule, state, next_state, batch, updates)
-    bounded = metrics[settings.bounded_metric]
-    metrics["dual/violation"] = bounded - state.dual.tolerance
-    next_dual = update_dual(settings, state.dual, state.step, bounded)
-    next_state = next_state._replace(step=state.step + 1, dual=next_dual)
-    return next_state, metrics, recorded_tokens(batch, updates, every_token=setup.record_tokens)
+        metrics = step_metrics(settings, setup.schedule, state, next_state, batch, updates)
+        bounded = metrics[settings.bounded_metric]
+        metrics["dual/violation"] = bounded - state.dual.tolerance
+        next_dual = update_dual(settings, state.dual, state.step, bounded)
+        next_state = next_state._replace(step=state.step + 1, dual=next_dual)
+        return next_state, metrics, recorded_tokens(batch, updates, every_token=setup.record_tokens)
 
 
 def _recompute(setup: StepSetup, params: Params, batch: Batch) -> Batch:

@@ -49,7 +49,6 @@ class StepPrograms:
             parameters) -> metrics; of adapters nothing is watched, `merged` measures them.
         merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see
             `lora`. `Adapted` for an engine that takes adapters.
-        add_teacher: result of `make_teacher`.
     """
 
     create: Callable[[Params, DualState], TrainState]
@@ -62,7 +61,6 @@ class StepPrograms:
     merged: Callable[[Params, Params | None], tuple[Params, objective.Metrics]]
     watched: Callable[[Params], list[Array]]
     arrival: Callable[[list[Array], Params], objective.Metrics]
-    add_teacher: Callable[[Batch], Batch] = lambda batch: batch
 
     def compile_ahead(self, hosts: Hosts, frozen: Params | None) -> Callable[[], None]:
         """Compile the step and the passes before it, while the engine starts and samples.
@@ -212,7 +210,7 @@ def make_teacher(task: Task, placement: Placement) -> Callable[[Batch], Batch]:
             model_directory(config.teacher[0]),
             task.teacher,
             dtype=dtype,
-            shardings=model_shardings(task.teacher, dtype, mesh),
+            shardings=model_shardings(task.teacher, mesh),
         )
     score = make_old_logprobs(
         lambda params, rows: row_logprobs(params, without_replay(rows)),

@@ -21,7 +21,7 @@ from dcmdp_jax.run.facts import data_facts
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.exit import ENDS_A_RUN, CollectiveExit, StopSignal
 from dcmdp_jax.training.phase_timer import KEPT_BYTES
-from dcmdp_jax.training.start import frozen_params, start
+from dcmdp_jax.training.start import start
 from dcmdp_jax.training.step_programs import StepPrograms
 from dcmdp_jax.types import Params, TrainState
 
@@ -63,8 +63,6 @@ class TrainingSession:
     def __post_init__(self) -> None:
         self.config = self.run.task.config
         self.last_step = self.config.training.steps
-        self._save_every = self.config.checkpoint.every_steps
-        self._evaluate_every = self.config.evaluation.every_steps
         self.hosts = self.run.placement.hosts
         self.step = int(self.state.step)
         self._first_step = self.step
@@ -153,7 +151,7 @@ class TrainingSession:
         """
         evaluates = self._evaluation_is_due()
         last = self.step == self.last_step
-        if evaluates or last or self.step % self._save_every == 0:
+        if evaluates or last or self.step % self.config.checkpoint.every_steps == 0:
             self.save()
         if evaluates:
             evaluate()
@@ -161,9 +159,10 @@ class TrainingSession:
 
     def _evaluation_is_due(self) -> bool:
         """Whether to evaluate: before the first step, every N steps, and after the last."""
-        if self._evaluate_every == 0:
+        interval = self.config.evaluation.every_steps
+        if interval == 0:
             return False
-        return self.step % self._evaluate_every == 0 or self.step == self.last_step
+        return self.step % interval == 0 or self.step == self.last_step
 
 
 @contextlib.contextmanager
@@ -233,8 +232,12 @@ def open_session(
             if hosts.is_writer:
                 writer = stack.enter_context(_open_records(run, step, resumed=beginning.resumed))
 
-        frozen = frozen_params(weights, checkpoints, step)
+        frozen = None
         if weights.has_frozen:
+            with activity("loading the initial policy"):
+                frozen = weights.frozen()
+                # The checkpoint of `step` knows its digests: another policy is refused.
+                checkpoints.check_reference(frozen, step, weights.frozen_path)
             compiled = programs.compile_ahead(hosts, frozen)
         yield TrainingSession(
             run=run,

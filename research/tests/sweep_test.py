@@ -31,7 +31,6 @@ def made(monkeypatch):
         closing.callback(events.append, "closed")
         return Services(
             engine=len(events),
-            verifier=None,
             scorer=None,
             turns=None,
             tokenizer=None,

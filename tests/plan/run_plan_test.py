@@ -52,7 +52,7 @@ def test_an_int8_base_is_planned_as_a_run_loads_it(tmp_path):
     mesh = make_mesh(1, 4, 2, devices=jax.devices()[:8])
     run = planned_run(config, mesh)
     save_params(init_params(run.model, jax.random.key(0)), run.model, tmp_path, dtype="bfloat16")
-    shardings = model_shardings(run.model, "bfloat16", mesh)
+    shardings = model_shardings(run.model, mesh)
     loaded = load_base(tmp_path, run.model, "int8", shardings)
 
     planned = frozen_shapes(run.model, "int8", mesh)

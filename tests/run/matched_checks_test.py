@@ -1,11 +1,9 @@
 """What a matched forward pass is refused for once the model and the machine are known."""
 
-import dataclasses
-
 import pytest
 
 from configs import base
-from dcmdp_jax.config.checks import engine_arguments, forward_scheme
+from dcmdp_jax.config.checks import engine_arguments, find_trainable, forward_scheme
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.models.config import ModelConfig
@@ -73,7 +71,8 @@ def test_experts_are_refused():
 )
 def test_another_platform_than_the_engines_is_refused(precision, cache, said):
     config = _config(precision, cache)
-    engine = dataclasses.replace(engine_arguments(config, model=QWEN3_8B)[1], platform="cuda")
+    kind = find_trainable(config.rollout.engine)
+    engine = engine_arguments(config, kind, model=QWEN3_8B, platform="cuda")
     forward_scheme_on(config, engine, "gpu")
     with pytest.raises(
         UserError,

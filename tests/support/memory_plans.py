@@ -5,7 +5,7 @@ import functools
 
 import jax
 
-from dcmdp_jax.config.checks import engine_arguments
+from dcmdp_jax.config.checks import engine_arguments, find_trainable
 from dcmdp_jax.config.load import from_config_dict
 from dcmdp_jax.engines.engine_kind import Workload
 from dcmdp_jax.models.config import ModelConfig
@@ -29,8 +29,10 @@ def memory_plan_of(config, model, machine, shape, *, prompts=(1024,), vllm_on_cp
             compute, attention="cudnn", segments=config.training.segments_per_row
         )
     completions = config.training.prompts_per_step * config.rollout.group_size
-    kind, engine = engine_arguments(
+    kind = find_trainable(config.rollout.engine)
+    engine = engine_arguments(
         config,
+        kind,
         model=model,
         mesh=functools.partial(sampling_mesh, mesh),
         platform="cpu" if vllm_on_cpu else "cuda",

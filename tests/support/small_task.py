@@ -62,7 +62,6 @@ def small_task(problems=8, *, group=GROUP, **sections):
 def small_services(engine):
     return Services(
         engine=engine,
-        verifier=None,
         scorer=None,
         turns=None,
         tokenizer=None,

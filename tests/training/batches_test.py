@@ -88,7 +88,6 @@ def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, hosts=ONE_PROCESS,
         merged=lambda params, _: (params, {}),
         shardings=SimpleNamespace(params={"a": SingleDeviceSharding(jax.devices()[0])}),
         rescore=None,
-        add_teacher=lambda batch: batch,
         old_logprobs=lambda params, batch: float(params["a"][0]),
     )
     leave = CollectiveExit(hosts, StopSignal(), lambda: 0)
@@ -223,7 +222,6 @@ def test_a_batch_has_the_tokens_log_probs_and_rewards_of_what_its_version_sample
         merged=lambda params, _: (params, {}),
         shardings=SimpleNamespace(params={"a": SingleDeviceSharding(jax.devices()[0])}),
         rescore=None,
-        add_teacher=lambda batch: batch,
     )
     leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
     batches = Batches(small_services(EchoEngine()), small_placement(), task, programs, leave)

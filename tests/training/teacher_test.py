@@ -120,10 +120,16 @@ def rows_of(monkeypatch):
         placement = run.placement
         programs = make_step_programs(task.config, task.model, placement)
         state = programs.create(run.weights.initial(), initial_dual(task.config.algorithm))
-        programs = dataclasses.replace(programs, add_teacher=make_teacher(task, placement))
         with run.start() as services:
             leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
-            batches = Batches(services, placement, task, programs, leave)
+            batches = Batches(
+                services,
+                placement,
+                task,
+                programs,
+                leave,
+                add_teacher=make_teacher(task, placement),
+            )
             batches.sync_weights(state.params, 0, PhaseTimer())
             batch = batches.make(state, 0, PhaseTimer()).batch
             before = jax.device_get(state.params)

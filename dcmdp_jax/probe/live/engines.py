@@ -403,9 +403,9 @@ def build(spec: ProbeSpec, policy: Policy, *, directory: Path, max_total_tokens:
     if spec.kind == "hf":
         return HuggingFace(config, params, directory)
     kind = spec.record
-    _, arguments = engine_arguments(
+    arguments = engine_arguments(
         dataclasses.replace(policy.config, rollout=settings_for(spec, policy.config.rollout)),
-        kind=kind,
+        kind,
         model=config,
         max_total_tokens=max_total_tokens,
         min_rows=_MIN_ROWS,
