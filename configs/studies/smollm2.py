@@ -13,6 +13,7 @@ cores a run.
 stays as it is, and on the one before training (research/doses.md):
 
     make demo-real
+    dcmdp convert export runs/smollm2 runs/smollm2_policy
     python -m research.penalty_gradients --study=configs/studies/smollm2.py:dose \
         --arms=int8,int8_untrained,bfloat16,fp8_cache --steps=1,2,3,4,5,6,7,8 \
         --out=research/kept/smollm2_penalty_gradients.json
@@ -95,7 +96,7 @@ def get_study(arg: str = "") -> Study:
 def _dose() -> Study:
     """Lambda 0.1 on a policy that does not move, with the demo's engine and two of vLLM."""
     common = {
-        "model.path": "runs/smollm2",
+        "model.path": "runs/smollm2_policy",
         "algorithm.method": "dc_grpo",
         "algorithm.multiplier": 0.1,
         "algorithm.dual_learning_rate": 0.0,
