@@ -13,7 +13,7 @@ cores a run.
 stays as it is, and on the one before training (research/doses.md):
 
     make demo-real
-    dcmdp convert export runs/smollm2 runs/smollm2_policy
+    dcmdp convert export runs/smollm2 runs/smollm2_policy --dtype=float32
     python -m research.penalty_gradients --study=configs/studies/smollm2.py:dose \
         --arms=int8,int8_untrained,bfloat16,fp8_cache --steps=1,2,3,4,5,6,7,8 \
         --out=research/kept/smollm2_penalty_gradients.json
