@@ -175,14 +175,11 @@ def _with_space(match: re.Match[str]) -> str:
     return f"{token[0]} {token[1:]}"
 
 
-@dataclasses.dataclass
-class TurnSampler:
-    """Samples completions in turns; what the environment gave is then in `played`.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TurnRules:
+    """How completions are played.
 
     Attributes:
-        engine: has the weights of the step.
-        pool: the environments.
-        tokenizer: the policy's.
         columns: names of the columns that environments get.
         turns: most turns of the policy in a completion.
         turn_tokens: most tokens that it samples in one turn.
@@ -193,9 +190,6 @@ class TurnSampler:
             being played end without a reward.
     """
 
-    engine: Engine
-    pool: EnvironmentPool
-    tokenizer: PreTrainedTokenizerBase
     columns: Sequence[str]
     turns: int
     turn_tokens: int
@@ -203,6 +197,23 @@ class TurnSampler:
     prompt_suffix: str
     variables: Mapping[str, Any]
     stop_on_error: bool
+
+
+@dataclasses.dataclass
+class TurnSampler:
+    """Samples completions in turns; what the environment gave is then in `played`.
+
+    Attributes:
+        engine: has the weights of the step.
+        pool: the environments.
+        tokenizer: the policy's.
+        rules: turns, lengths, and what environments get.
+    """
+
+    engine: Engine
+    pool: EnvironmentPool
+    tokenizer: PreTrainedTokenizerBase
+    rules: TurnRules
     played: dict[int, Played] = dataclasses.field(default_factory=dict)
     _warned: set[Any] = dataclasses.field(default_factory=set)
 
@@ -236,7 +247,7 @@ class TurnSampler:
         """
         self.played = {}
         group_size = sampling.group_size
-        turn_tokens = min(self.turn_tokens, sampling.max_completion_tokens)
+        turn_tokens = min(self.rules.turn_tokens, sampling.max_completion_tokens)
         plays = []
         repeated_problems = []
         for prompt, problem in zip(prompts, problems, strict=True):
@@ -246,7 +257,7 @@ class TurnSampler:
         ends = end_texts(self.tokenizer, sampling.stop_token_ids)
 
         playing_rows = list(range(len(plays)))
-        for turn in range(self.turns):
+        for turn in range(self.rules.turns):
             if not playing_rows:
                 break
             # The completions of a group have one prompt in the first turn, later each its own.
@@ -312,7 +323,7 @@ class TurnSampler:
         prompts = [problem.as_prompt for problem in problems]
         try:
             observations, role = self.pool.reset(
-                prompts, columns_of(problems, self.columns), check_stop
+                prompts, columns_of(problems, self.rules.columns), check_stop
             )
         except RewardError as failure:
             self._failed(failure, plays)
@@ -333,15 +344,15 @@ class TurnSampler:
             # Only warns: an environment's own text keeps its control tokens.
             self._without_control_tokens({"content": text})
             problem = dataclasses.replace(problem, prompt=f"{problem.prompt}\n\n{text}")
-            chat = chat_messages(problem, self.prompt_suffix)
+            chat = chat_messages(problem, self.rules.prompt_suffix)
             play.prompt = self._ids(
-                render_chat(self.tokenizer, chat, problem.tools, **self.variables)
+                render_chat(self.tokenizer, chat, problem.tools, **self.rules.variables)
             )
-            if len(play.prompt) > self.prompt_tokens:
+            if len(play.prompt) > self.rules.prompt_tokens:
                 raise RewardError(
                     f"environment {self.pool.name}: the prompt of {where} has {len(play.prompt)} "
                     "tokens with the first observation, task.max_prompt_tokens is "
-                    f"{self.prompt_tokens}"
+                    f"{self.rules.prompt_tokens}"
                 )
         return role
 
@@ -381,7 +392,7 @@ class TurnSampler:
             play = plays[row]
             play.reward += step.reward
             play.done = step.done
-            if step.done or turn + 1 == self.turns:
+            if step.done or turn + 1 == self.rules.turns:
                 continue
             messages = [
                 {"role": role, **self._without_control_tokens(observation)}
@@ -391,7 +402,7 @@ class TurnSampler:
             text = answer_text(
                 self.tokenizer,
                 messages,
-                self.variables,
+                self.rules.variables,
                 play.tools,
                 sampled=end,
                 ends=ends,
@@ -452,7 +463,7 @@ class TurnSampler:
 
     def _failed(self, failure: RewardError, plays: list[_Play]) -> None:
         """Stop, or end the completions that were played, without a reward."""
-        if self.stop_on_error:
+        if self.rules.stop_on_error:
             message = str(failure)
             if failure.row is not None:
                 message += f" (completion {failure.row} of the batch)"
@@ -468,7 +479,7 @@ class TurnSampler:
             )
 
     def _finish(self, plays: list[_Play]) -> None:
-        endless = sum(not play.done and play.turns == self.turns for play in plays)
+        endless = sum(not play.done and play.turns == self.rules.turns for play in plays)
         if endless and "endless" not in self._warned:
             self._warned.add("endless")
             _LOG.warning(
@@ -477,7 +488,7 @@ class TurnSampler:
                 self.pool.name,
                 endless,
                 len(plays),
-                self.turns,
+                self.rules.turns,
             )
         for row, play in enumerate(plays):
             ids = play.completion_ids

@@ -11,7 +11,7 @@ from dcmdp_jax.config.checks import as_settings, of_engine
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data.chat import template_variables
 from dcmdp_jax.engines import protocol, registry
-from dcmdp_jax.environments.turns import TurnSampler
+from dcmdp_jax.environments.turns import TurnRules, TurnSampler
 from dcmdp_jax.rewards.math.verifier import Verifier
 from dcmdp_jax.rewards.scoring import RewardScorer
 from dcmdp_jax.run.memory_use import EngineSetup
@@ -91,13 +91,17 @@ def start_services(task: Task, setup: EngineSetup, *, output: Path | None = None
                 engine=engine,
                 pool=stack.enter_context(pool),
                 tokenizer=task.tokenizer,
-                columns=task.columns,
-                turns=task_settings.max_turns,
-                turn_tokens=config.turn_tokens,
-                prompt_tokens=task.longest_prompt,
-                prompt_suffix=task_settings.prompt_suffix,
-                variables=template_variables(task_settings.chat_template_kwargs, task.tokenizer),
-                stop_on_error=stop_on_error,
+                rules=TurnRules(
+                    columns=task.columns,
+                    turns=task_settings.max_turns,
+                    turn_tokens=config.turn_tokens,
+                    prompt_tokens=task.longest_prompt,
+                    prompt_suffix=task_settings.prompt_suffix,
+                    variables=template_variables(
+                        task_settings.chat_template_kwargs, task.tokenizer
+                    ),
+                    stop_on_error=stop_on_error,
+                ),
             )
         teacher = None
         if config.teacher[0] and not config.loads_teacher:

@@ -29,11 +29,11 @@ from dcmdp_jax.engines.protocol import check_versions
 from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.services import Services
-from dcmdp_jax.run.task import Task
-from dcmdp_jax.training import exit, objective, step_programs
+from dcmdp_jax.training import exit, objective
 from dcmdp_jax.training.phase_timer import PhaseTimer
 from dcmdp_jax.training.rollout_sampler import StepRollout, StepRollouts
 from dcmdp_jax.training.state import batch_shardings
+from dcmdp_jax.training.training_session import TrainingSession
 from dcmdp_jax.types import Batch, Params, Rows, TrainState
 
 logger = logging.getLogger(__name__)
@@ -154,32 +154,25 @@ class Batches:
     """Makes batches in the order of their steps.
 
     Attributes:
+        session: the run, its programs and its frozen parameters, and when to leave.
         services: engine, scorer and turns.
-        placement: hosts, devices and shapes of a batch.
-        task: the problems, and how they are sampled.
-        programs: the step's programs.
-        leave: ends the work of this process with that of the others.
-        frozen: the base of the adapters, or the reference policy.
-        compiled: collective, waits for the programs that are being compiled.
         add_teacher: result of `make_teacher`.
     """
 
+    session: TrainingSession
     services: Services
-    placement: Placement
-    task: Task
-    programs: step_programs.StepPrograms
-    leave: exit.CollectiveExit
-    frozen: Params | None = None
-    compiled: Callable[[], None] = lambda: None
     add_teacher: Callable[[Batch], Batch] = lambda batch: batch
 
     def __post_init__(self) -> None:
-        config = self.task.config
+        task = self.session.run.task
+        placement = self.session.run.placement
+        config = task.config
+        self._sampling = task.sampling
         self._training = config.training
         self._algorithm = config.algorithm
         self._drops_non_finite = config.rollout.on_non_finite == "drop"
         self._lag = config.rollout.lag
-        self._hosts = self.placement.hosts
+        self._hosts = placement.hosts
 
         # What is sampled: the next step to start, its position in the stream, futures by step.
         self._next = 0
@@ -188,21 +181,21 @@ class Batches:
         self._sampled_until: float | None = None
         self._thread: exit.ThreadExit | None = None
         self._pool: ThreadPoolExecutor | None = None
-        if self._lag and self.placement.samples_while_training:
-            self._thread = exit.ThreadExit(self.leave)
+        if self._lag and placement.samples_while_training:
+            self._thread = exit.ThreadExit(self.session.exit)
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="sampling")
         # The sampler's thread calls nothing collective: the trainer's exchanges what it leaves.
         self._exchanges = self._thread is not None and self._hosts.count > 1
         self._rollouts = StepRollouts(
             services=self.services,
-            task=self.task,
+            task=task,
             hosts=self._hosts,
-            leave=self._thread or self.leave,
+            leave=self._thread or self.session.exit,
             collective=not self._exchanges,
         )
 
         self._packer = BatchPacker(
-            placement=self.placement,
+            placement=placement,
             training=self._training,
             setting_names=PACKING,
         )
@@ -213,7 +206,8 @@ class Batches:
         self._synced: tuple[int, dict[str, float]] | None = None
         self._versions: dict[int, Params] = {}
         self._copy = jax.jit(
-            lambda tree: jax.tree.map(jnp.copy, tree), out_shardings=self.programs.shardings.params
+            lambda tree: jax.tree.map(jnp.copy, tree),
+            out_shardings=self.session.programs.shardings.params,
         )
         # Compiled as one: each operation alone would be a program of its own.
         measure = objective.measure_of(self._algorithm)
@@ -265,7 +259,7 @@ class Batches:
                 future.result()
         with timer.phase("weight_sync"):
             if self._synced is None or self._synced[0] != step:
-                synced, merge_metrics = self.programs.merged(params, self.frozen)
+                synced, merge_metrics = self.session.programs.merged(params, self.session.frozen)
                 metrics = {
                     **self.services.engine.sync_weights(synced, step),
                     **jax.device_get(merge_metrics),
@@ -311,7 +305,7 @@ class Batches:
             self._keep(state.params, step)
         # The engine's second log-probs say nothing about the batch's where `rescore` replaced these.
         scored_again = {}
-        if self.programs.rescore is None:
+        if self.session.programs.rescore is None:
             scored_again = sampled.scored
         return StepBatch(
             rollout=rollout,
@@ -325,9 +319,9 @@ class Batches:
     def _waiting(self, timer: PhaseTimer) -> Iterator[None]:
         """Wait for the sampler; if it fails on any host, raise on all."""
         phase = timer.phase("wait") if self._lag else contextlib.nullcontext()
-        with self.leave.scope(), phase:
+        with self.session.exit.scope(), phase:
             yield
-            self.leave.check()
+            self.session.exit.check()
 
     def _start(self, version: int, timer: PhaseTimer) -> None:
         """Sample every batch assigned to policy `version`: in the sampler thread, or here."""
@@ -353,7 +347,7 @@ class Batches:
             if self._lag:
                 check_versions(rollout.episodes, version)
             first_group = self._hosts.share(rollout.batch_groups).start if self._exchanges else 0
-            sampling = self.task.sampling
+            sampling = self._sampling
             with timer.phase("noise_floor"):
                 floor, scored = noise_floor(
                     self.services.engine,
@@ -397,9 +391,9 @@ class Batches:
 
     def _score(self, params: Params, batch: Batch, metrics: dict[str, Any]) -> Batch:
         """Add log-probs of other passes: a teacher's, and those of the weights that sampled."""
-        self.compiled()
-        programs = self.programs
-        params = programs.setup.policy(params, self.frozen)
+        self.session.compiled()
+        programs = self.session.programs
+        params = programs.setup.policy(params, self.session.frozen)
         batch = self.add_teacher(batch)
         if programs.rescore is not None:
             batch, metrics["mismatch/sampler"] = programs.rescore(params, batch)

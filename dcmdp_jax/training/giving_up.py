@@ -11,6 +11,7 @@ import numpy as np
 from dcmdp_jax.errors import TrainingStopped
 from dcmdp_jax.observe import jsonl, metrics_io
 from dcmdp_jax.observe.alarms import ALARMS, WATCHED, Alarm, alarms, broken_completions
+from dcmdp_jax.training.training_session import TrainingSession
 
 _MAX_SKIPPED_SHARE = 0.2
 """Share of skipped updates over `WINDOW` steps above which a run gives up."""
@@ -144,11 +145,19 @@ class AlarmWatch:
         """Whether the last step raised an alarm and the settings stop at one."""
         return self._stops and bool(self._news)
 
-    def stop(self, step: int) -> None:
-        """Raise TrainingStopped, which says where the run goes on; the state is saved already."""
+    def check(self, session: TrainingSession) -> None:
+        """Collective: save and give up where an alarm ends the run on any host.
+
+        Raises:
+            TrainingStopped: which says where the run goes on.
+        """
+        [ends] = session.hosts.largest(self.ends_the_run)
+        if not ends:
+            return
+        session.save(wait=True)
         names = ", ".join(alarm.name for alarm in self._news) or "raised on another host"
         raise TrainingStopped(
-            f"alert {names} at step {step}, saved (observe.on_alarm=stop); the same command goes "
+            f"alert {names} at step {session.step}, saved (observe.on_alarm=stop); the same command goes "
             "on from there, with --config.observe.on_alarm=warn without a stop at the next alert"
         )
 

@@ -15,9 +15,10 @@ from dcmdp_jax.parallel.sharding import to_global
 from dcmdp_jax.run import checkpoint
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.run.services import Services
-from dcmdp_jax.training import phase_timer, rollout_record, rollout_sampler
+from dcmdp_jax.training import phase_timer, rollout_sampler
 from dcmdp_jax.training.batches import Batches
 from dcmdp_jax.training.giving_up import AlarmWatch, SkippedUpdates
+from dcmdp_jax.training.rollout_record import CompletionRecords
 from dcmdp_jax.training.state import measure_tolerance
 from dcmdp_jax.training.step_programs import StepPrograms, make_step_programs, make_teacher
 from dcmdp_jax.training.training_session import TrainingSession, claimed_directory, open_session
@@ -39,14 +40,14 @@ def _train(session: TrainingSession, step_batches: Batches) -> None:
     task = session.run.task
     state = session.state
     step = first_step = session.step
-    measured_steps = config.algorithm.measured_steps
     skipped = SkippedUpdates(config.run_dir, step, updates=config.mini_batches)
     alarms = AlarmWatch(
         config.run_dir,
         step,
         stops=config.observe.on_alarm == "stop",
-        measured_steps=measured_steps,
+        measured_steps=config.algorithm.measured_steps,
     )
+    completions = CompletionRecords(task, writer, exact=programs.rescore is not None)
     step_batches.resume(step, session.prompts_taken, session.checkpoints.behind)
     evaluate_policy = functools.partial(_evaluate, session, step_batches)
     session.begin(evaluate_policy)
@@ -65,44 +66,26 @@ def _train(session: TrainingSession, step_batches: Batches) -> None:
 
         metrics |= sync_metrics | step_batch.metrics
         metrics |= timer.metrics(step_batch.rollout.episodes, lags=config.rollout.lag > 0)
-        metrics |= rollout_record.rollout_metrics(
-            step_batch.rollout, discrepancy, refills=config.algorithm.refill_rounds > 0
-        )
+        metrics |= completions.read(step, step_batch, discrepancy, recorded)
         metrics |= skipped.record(step, metrics)
         metrics |= alarms.record(step, metrics, discrepancy)
-        completions = None
-        if writer.records(step):
-            completions = rollout_record.recorded_completions(
-                step_batch.rollout,
-                task.train.problems,
-                step_batch.rows,
-                jax.device_get(recorded),
-                exact=programs.rescore is not None,
-            )
-            metrics |= rollout_record.leg_metrics(
-                completions, step_batch.rollout.rows, step_batch.scored
-            )
         writer.write(step, metrics)
-        if step == measured_steps:
-            state = _with_measured_tolerance(session, state)
+        state = _with_measured_tolerance(session, state, step)
         session.finish_step(state, prompts=step_batch.rollout.prompts_taken)
-        samples = rollout_record.shown_samples(task, step, step_batch.rollout, discrepancy)
-        if samples:
-            writer.write_samples(step, samples)
-        if completions is not None:
-            writer.write_rollouts(step, completions)
-
+        completions.write(step)
         skipped.check(metrics)
-        [stops] = session.hosts.largest(alarms.ends_the_run)
-        if stops:
-            session.save(wait=True)
-            alarms.stop(step)
+        alarms.check(session)
         session.save_and_evaluate(evaluate_policy)
 
 
-def _with_measured_tolerance(session: TrainingSession, state: TrainState) -> TrainState:
-    """The state with c from the metrics of the steps so far, which are written."""
+def _with_measured_tolerance(session: TrainingSession, state: TrainState, step: int) -> TrainState:
+    """The state with c from the metrics of the steps so far, once those that measure it are done.
+
+    The metrics are written.
+    """
     config = session.config
+    if step != config.algorithm.measured_steps:
+        return state
     measured = -1.0
     if session.hosts.is_writer:
         measured = measure_tolerance(config.algorithm, read_metrics(config.run_dir))
@@ -183,16 +166,7 @@ def train(
         programs = programs or make_step_programs(task.config, task.model, placement, task.lora)
         check = functools.partial(placement.engine.kind.check_start, services.engine)
         with open_session(run, programs, stop, show=show, check=check) as session:
-            step_batches = Batches(
-                services=services,
-                placement=placement,
-                task=task,
-                programs=programs,
-                leave=session.exit,
-                frozen=session.frozen,
-                compiled=session.compiled,
-                add_teacher=make_teacher(task, placement),
-            )
+            step_batches = Batches(session, services, make_teacher(task, placement))
             session.older_params = step_batches.behind
             with contextlib.closing(step_batches), session.keeping_finished_steps():
                 _train(session, step_batches)

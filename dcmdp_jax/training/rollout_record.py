@@ -4,19 +4,82 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
 import numpy as np
 
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, identical_metrics
 from dcmdp_jax.data.lengths import QUANTILES
 from dcmdp_jax.data.problems import Problem
 from dcmdp_jax.observe.legs import legs_of
+from dcmdp_jax.observe.metrics_io import MetricsWriter, NoWriter
 from dcmdp_jax.record import packed_top
 from dcmdp_jax.rewards.math.verifier import Grades
 from dcmdp_jax.rewards.scoring import reward_metrics
 from dcmdp_jax.run.task import Task
+from dcmdp_jax.training.batches import StepBatch
 from dcmdp_jax.training.rollout_sampler import StepRollout
 from dcmdp_jax.training.step_metrics import RecordedTokens
 from dcmdp_jax.types import Rows
+
+
+class CompletionRecords:
+    """What a run records of each step's completions: metrics, samples for people, tokens.
+
+    They are read before the step's metrics are written, and written once the step is finished.
+    """
+
+    def __init__(self, task: Task, writer: MetricsWriter | NoWriter, *, exact: bool) -> None:
+        """Record nothing yet.
+
+        Args:
+            task: the settings and the problems.
+            writer: gets samples and tokens.
+            exact: the rollout log-probs were replaced by the training stack's own.
+        """
+        self._task = task
+        self._writer = writer
+        self._exact = exact
+        self._samples: list[dict[str, Any]] = []
+        self._tokens: list[dict[str, Any]] | None = None
+
+    def read(
+        self,
+        step: int,
+        step_batch: StepBatch,
+        discrepancy: np.ndarray,
+        recorded: RecordedTokens,
+    ) -> dict[str, float]:
+        """Read a step's completions; returns their metrics.
+
+        Args:
+            step: finished steps.
+            step_batch: the batch.
+            discrepancy: [B * G] mean of each completion of the batch.
+            recorded: what the step returned of its tokens, on the devices.
+        """
+        task = self._task
+        rollout = step_batch.rollout
+        refills = task.config.algorithm.refill_rounds > 0
+        metrics = rollout_metrics(rollout, discrepancy, refills=refills)
+        self._samples = shown_samples(task, step, rollout, discrepancy)
+        self._tokens = None
+        if self._writer.records(step):
+            self._tokens = recorded_completions(
+                rollout,
+                task.train.problems,
+                step_batch.rows,
+                jax.device_get(recorded),
+                exact=self._exact,
+            )
+            metrics |= leg_metrics(self._tokens, rollout.rows, step_batch.scored)
+        return metrics
+
+    def write(self, step: int) -> None:
+        """Write what `read` found."""
+        if self._samples:
+            self._writer.write_samples(step, self._samples)
+        if self._tokens is not None:
+            self._writer.write_rollouts(step, self._tokens)
 
 
 def shown_samples(

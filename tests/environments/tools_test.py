@@ -16,7 +16,7 @@ from dcmdp_jax.data.prompts import encode_prompts
 from dcmdp_jax.data.rows import problem_from_row
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
-from dcmdp_jax.environments.turns import TurnSampler, answer_text
+from dcmdp_jax.environments.turns import TurnRules, TurnSampler, answer_text
 from dcmdp_jax.rewards.protocol import RewardError
 from tests.environments import planted_tools
 from tests.environments.turns_test import _Script
@@ -212,7 +212,16 @@ def _play(texts, names="add", *, group_size=1, turns=4, limit=600, **settings):
         asked = [dataclasses.replace(problem, tools=tuple(tools))]
         prompts = encode_prompts(asked, _TOKENIZER, max_prompt_tokens=99).token_ids
         engine = _Script(texts)
-        sampler = TurnSampler(engine, pool, _TOKENIZER, (), turns, 200, 99, "", {}, True)
+        rules = TurnRules(
+            columns=(),
+            turns=turns,
+            turn_tokens=200,
+            prompt_tokens=99,
+            prompt_suffix="",
+            variables={},
+            stop_on_error=True,
+        )
+        sampler = TurnSampler(engine, pool, _TOKENIZER, rules)
         stops = (_TOKENIZER.eos_token_id,)
         sampling = SamplingParams(
             group_size=group_size, max_completion_tokens=limit, stop_token_ids=stops

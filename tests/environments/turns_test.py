@@ -19,7 +19,7 @@ from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.data.rows import problem_from_row
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
-from dcmdp_jax.environments.turns import TurnSampler, answer_text, end_texts
+from dcmdp_jax.environments.turns import TurnRules, TurnSampler, answer_text, end_texts
 from dcmdp_jax.rewards.protocol import RewardError
 from tests.environments import planted_environments
 
@@ -119,11 +119,16 @@ def _play(
     with EnvironmentPool(
         name, columns, timeout_s=timeout_s, output=settings.pop("output", None)
     ) as pool:
-        limits = turns, turn_tokens, settings.pop("prompt_tokens", 64)
-        said = dict(
-            prompt_suffix="", variables={}, stop_on_error=settings.pop("stop_on_error", True)
+        rules = TurnRules(
+            columns=columns,
+            turns=turns,
+            turn_tokens=turn_tokens,
+            prompt_tokens=settings.pop("prompt_tokens", 64),
+            prompt_suffix="",
+            variables={},
+            stop_on_error=settings.pop("stop_on_error", True),
         )
-        sampler = TurnSampler(engine, pool, tokenizer, columns, *limits, **said)
+        sampler = TurnSampler(engine, pool, tokenizer, rules)
         [*waits, episodes] = sampler.generate(
             prompts, problems, sampling, seed=5, step=7, first_prompt=2
         )

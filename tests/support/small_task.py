@@ -4,6 +4,7 @@ run.
 
 import contextlib
 import dataclasses
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -160,3 +161,14 @@ class ParityScoring:
         totals = np.array(totals, np.float32)
         texts = [str(problem) for problem in self._problems]
         return texts, BatchScores(totals=totals, values={"math": totals}, failed={}, grades=None)
+
+
+def small_session(task, placement, programs, leave):
+    """What batches need of a session."""
+    return SimpleNamespace(
+        run=SimpleNamespace(task=task, placement=placement),
+        programs=programs,
+        exit=leave,
+        frozen=None,
+        compiled=lambda: None,
+    )

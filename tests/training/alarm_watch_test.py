@@ -5,12 +5,14 @@ It does so as soon as its rule can hold.
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from dcmdp_jax.errors import TrainingStopped
 from dcmdp_jax.observe.alarms import ALARMS, broken_completions
+from dcmdp_jax.parallel.hosts import ONE_PROCESS
 from dcmdp_jax.training.giving_up import AlarmWatch
 from tests.support.our_log import our_log
 from tests.support.processes import finished
@@ -102,8 +104,13 @@ def test_a_resumed_run_does_not_stop_again_at_the_alarm_that_it_stopped_at(tmp_p
         assert recorded["alarm/mismatch"] == float(step == 10) and watch.ends_the_run is (
             step == 10
         )
+    saved = []
+    session = SimpleNamespace(
+        hosts=ONE_PROCESS, step=10, save=lambda *, wait: saved.append((10, wait))
+    )
     with pytest.raises(TrainingStopped, match="alert mismatch at step 10, saved .*on_alarm=warn"):
-        watch.stop(10)
+        watch.check(session)
+    assert saved == [(10, True)]
     (tmp_path / "metrics.jsonl").write_text(
         "".join(json.dumps(_over(step)) + "\n" for step in range(1, 11))
     )
@@ -124,4 +131,4 @@ def test_warn_ends_nothing(tmp_path):
     watch = _watch(tmp_path, action="warn")
     for step in range(1, 12):
         watch.record(step, _over(step), np.full(4, 0.1))
-        assert not watch.ends_the_run
+        watch.check(SimpleNamespace(hosts=ONE_PROCESS))

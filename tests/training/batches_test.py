@@ -27,6 +27,7 @@ from tests.support.small_task import (
     ParityScoring,
     small_placement,
     small_services,
+    small_session,
     small_task,
 )
 
@@ -91,7 +92,8 @@ def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, hosts=ONE_PROCESS,
         old_logprobs=lambda params, batch: float(params["a"][0]),
     )
     leave = CollectiveExit(hosts, StopSignal(), lambda: 0)
-    batches = Batches(small_services(_Engine()), placement, task, programs, leave)
+    session = small_session(task, placement, programs, leave)
+    batches = Batches(session, small_services(_Engine()))
     batches.resume(0, prompts_taken=taken)
     batches.first = first
     return batches
@@ -224,7 +226,8 @@ def test_a_batch_has_the_tokens_log_probs_and_rewards_of_what_its_version_sample
         rescore=None,
     )
     leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
-    batches = Batches(small_services(EchoEngine()), small_placement(), task, programs, leave)
+    session = small_session(task, small_placement(), programs, leave)
+    batches = Batches(session, small_services(EchoEngine()))
     batches.resume(3, prompts_taken=2)
     batches.sync_weights(_params(0), 3, timer := PhaseTimer())
     made = batches.make(SimpleNamespace(params=_params(0)), 3, timer)

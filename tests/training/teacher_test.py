@@ -28,7 +28,13 @@ from dcmdp_jax.training.rollout_sampler import StepRollouts
 from dcmdp_jax.training.step_programs import make_teacher
 from dcmdp_jax.types import Rows
 from tests.support.runs import finish, read_digests, read_records, start
-from tests.support.small_task import EchoEngine, ParityScoring, small_services, small_task
+from tests.support.small_task import (
+    EchoEngine,
+    ParityScoring,
+    small_services,
+    small_session,
+    small_task,
+)
 
 _SIZES = dict(
     hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4, head_dim=8
@@ -122,14 +128,8 @@ def rows_of(monkeypatch):
         state = programs.create(run.weights.initial(), initial_dual(task.config.algorithm))
         with run.start() as services:
             leave = CollectiveExit(ONE_PROCESS, StopSignal(), lambda: 0)
-            batches = Batches(
-                services,
-                placement,
-                task,
-                programs,
-                leave,
-                add_teacher=make_teacher(task, placement),
-            )
+            session = small_session(task, placement, programs, leave)
+            batches = Batches(session, services, make_teacher(task, placement))
             batches.sync_weights(state.params, 0, PhaseTimer())
             batch = batches.make(state, 0, PhaseTimer()).batch
             before = jax.device_get(state.params)
