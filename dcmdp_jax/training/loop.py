@@ -20,7 +20,8 @@ from dcmdp_jax.training.batches import Batches
 from dcmdp_jax.training.giving_up import AlarmWatch, SkippedUpdates
 from dcmdp_jax.training.rollout_record import CompletionRecords
 from dcmdp_jax.training.state import measure_tolerance
-from dcmdp_jax.training.step_programs import StepPrograms, make_step_programs, make_teacher
+from dcmdp_jax.training.step_programs import StepPrograms, make_step_programs
+from dcmdp_jax.training.teacher import make_teacher
 from dcmdp_jax.training.training_session import TrainingSession, claimed_directory, open_session
 from dcmdp_jax.types import TrainState
 

@@ -20,7 +20,7 @@ from dcmdp_jax.rewards.protocol import TrainerState
 from dcmdp_jax.rewards.scoring import BatchScores, BatchScoring, merge_scores
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.run.task import Task
-from dcmdp_jax.training import exit, phase_timer
+from dcmdp_jax.training import exit, phase_timer, teacher
 
 logger = logging.getLogger(__name__)
 
@@ -218,19 +218,9 @@ class StepRollouts:
             check_stop=self.leave.check,
         )
         episodes = in_prompt_order(sampled)
-        teacher = self.services.teacher
-        if teacher is None:
+        if self.services.teacher is None:
             return episodes
-        scores = teacher.score(
-            [episode.prompt_ids for episode in episodes],
-            [episode.completion_ids for episode in episodes],
-            temperature=1.0,
-        )
-        scored_episodes = []
-        for episode, logprobs in zip(episodes, scores, strict=True):
-            column = np.pad(logprobs, (episode.prompt_length, 0))
-            scored_episodes.append(episode.with_columns(teacher_logprobs=column))
-        return scored_episodes
+        return teacher.score_episodes(self.services.teacher, episodes)
 
     def exchange(self, share: StepRollout) -> StepRollout:
         """Collective: join the shares of all hosts' calls; find completions that can't be used.

@@ -7,22 +7,17 @@ from typing import Any
 
 import jax
 
-from dcmdp_jax.activity import activity
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data import episode, packing
 from dcmdp_jax.models.config import Lora, ModelConfig
-from dcmdp_jax.models.hf_hub import model_directory
-from dcmdp_jax.models.hf_weights import load_params
 from dcmdp_jax.models.lora import Adapted, make_policy, merged_and_measured, trained
 from dcmdp_jax.models.params import declared_shapes, quantized_leaves
 from dcmdp_jax.models.quantize import arrival, watched_columns
-from dcmdp_jax.models.row_logprobs import make_row_logprobs, without_replay
+from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.backend import compile_beside
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.parallel.sharding import sharded
 from dcmdp_jax.run.placement import Placement
-from dcmdp_jax.run.task import Task
-from dcmdp_jax.run.weights import model_shardings
 from dcmdp_jax.training import objective
 from dcmdp_jax.training.optimizer import initial_loss_scale, make_optimizer, make_schedule
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, make_old_logprobs, make_rescore
@@ -183,41 +178,6 @@ def make_step_programs(
         watched=lambda _: [],
         arrival=lambda *_: {},
     )
-
-
-def make_teacher(task: Task, placement: Placement) -> Callable[[Batch], Batch]:
-    """Load the model of the reward `teacher:MODEL`; return what adds its log-probs to a batch.
-
-    Without that reward a batch stays as it is.
-    """
-    if task.teacher is None:
-        return lambda batch: batch
-
-    config = task.config
-    mesh = placement.mesh
-    dtype = config.teacher_dtype
-    row_logprobs = make_row_logprobs(
-        task.teacher,
-        placement.compute,
-        temperature=config.rollout.temperature,
-        mesh=mesh,
-        head_dtype=config.model.head_dtype,
-        cut=config.rollout.cuts,
-    )
-
-    with activity("loading the teacher"):
-        params = load_params(
-            model_directory(config.teacher[0]),
-            task.teacher,
-            dtype=dtype,
-            shardings=model_shardings(task.teacher, mesh),
-        )
-    score = make_old_logprobs(
-        lambda params, rows: row_logprobs(params, without_replay(rows)),
-        mesh=mesh,
-        names=[episode.TEACHER_LOGPROBS],
-    )
-    return functools.partial(score, params)
 
 
 def _merging(lora: Lora, config: Config, *, apart: bool) -> Callable:

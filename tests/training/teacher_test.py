@@ -25,7 +25,7 @@ from dcmdp_jax.training.exit import CollectiveExit, StopSignal
 from dcmdp_jax.training.objective import distillation, token_advantages
 from dcmdp_jax.training.phase_timer import PhaseTimer
 from dcmdp_jax.training.rollout_sampler import StepRollouts
-from dcmdp_jax.training.step_programs import make_teacher
+from dcmdp_jax.training.teacher import make_teacher
 from dcmdp_jax.types import Rows
 from tests.support.runs import finish, read_digests, read_records, start
 from tests.support.small_task import (
