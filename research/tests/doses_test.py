@@ -11,6 +11,7 @@ import pytest
 from configs.studies import doses as study_file
 from research import doses
 from research.kept_studies import KEPT
+from research.paper_regime import smoothed
 from research.studies.results import Estimate, read_kept_metrics, write_kept_metrics
 from research.studies.sweep import arm_values, load_study
 
@@ -21,7 +22,7 @@ _WEIGHTS = "c17c0313becba9c405e66a263d5614eb70e49c0c4ca4b972336af05ea46bed51"
 def test_every_run_starts_from_the_kept_policy_and_its_bits_are_these():
     weights = (_ROOT / study_file.START / "model.safetensors").read_bytes()
     assert hashlib.sha256(weights).hexdigest() == _WEIGHTS
-    for argument in ("", ":pilots"):
+    for argument in ("", ":pilots", ":late", ":late_pilots"):
         arms = load_study(f"{doses.COARSE.study}{argument}").arms
         assert {arm_values(arm)["model.path"] for arm in arms.values()} == {study_file.START}
 
@@ -65,6 +66,80 @@ def test_the_doses_in_a_real_models_range_are_those_of_the_pilots_gradients():
         if 0.0013 <= np.median(ratios) * dose / 0.01 <= 0.0059
     ]
     assert in_range == [0.001]
+
+
+def _late_pilots():
+    """(learning rate, engine) -> the mean rewards of four steps of each pilot, by seed."""
+    pilots = read_kept_metrics(KEPT / "doses_late_pilots.jsonl.gz", None)
+    found = {}
+    for arm, runs in pilots.items():
+        engine, rate = arm.split("_")
+        assert sorted(runs) == list(study_file.PILOT_SEEDS)
+        found[float(rate), engine] = [smoothed(runs[seed]) for seed in sorted(runs)]
+    return pilots, found
+
+
+def test_the_pilots_rule_chooses_the_learning_rate_of_late_collapse():
+    """The highest rate at which every run without mismatch learns and none collapses, and GRPO
+    learns, has its best at step 16 or later, and collapses in one of three at least.
+    """
+    _, found = _late_pilots()
+
+    def learns(means):
+        return means.max() >= means[0] + 0.05
+
+    def collapses(means):
+        return means[-1] < means.max() / 2
+
+    chosen = [
+        rate
+        for rate in study_file.LATE_RATES
+        if all(learns(one) and not collapses(one) for one in found[rate, "exact"])
+        # Means of four steps: the first stands at step 4.
+        and any(
+            learns(one) and collapses(one) and np.argmax(one) + 4 >= 16
+            for one in found[rate, "grpo"]
+        )
+    ]
+    assert chosen[0] == study_file.LATE_RATE
+    page = (KEPT.parent / "doses.md").read_text(encoding="utf-8")
+    for (rate, engine), runs in found.items():
+        ends = (", ".join(f"{value:.2f}" for value in of_each) for of_each in _ends(runs))
+        first, best, last = ends
+        name = "int4" if engine == "grpo" else "zero-mismatch"
+        text = f"{rate:.0e}".replace("e-0", "e-")
+        collapsed = sum(collapses(one) for one in runs)
+        assert f"| {text} | {name} | {first} | {best} | {last} | {collapsed} of 3" in page
+
+
+def _ends(runs):
+    return ([one[0] for one in runs], [one.max() for one in runs], [one[-1] for one in runs])
+
+
+def test_c_of_late_collapse_is_a_quarter_above_its_pilots_median_discrepancy():
+    pilots, _ = _late_pilots()
+    runs = pilots[f"grpo_{study_file.LATE_RATE:g}"].values()
+    medians = [float(np.median(series["discrepancy/mean"][1][:4])) for series in runs]
+    assert float(f"{np.median(medians):.3g}") == study_file.LATE_HEALTHY
+    arms = load_study(doses.LATE.study).arms
+    for name in ("dc_own_c", "dc_from_0"):
+        c = arm_values(arms[name])["algorithm.tolerance"]
+        assert c == pytest.approx(1.25 * study_file.LATE_HEALTHY)
+
+
+def test_the_smaller_dose_of_late_collapse_alone_is_in_a_real_models_range():
+    rows_by_run = json.loads((KEPT / "doses_late_pilot_gradients.json").read_text(encoding="utf-8"))
+    rows = [row for rows in rows_by_run.values() for row in rows]
+    assert [row["step"] for row in rows] == [1, 2, 4, 8, 16] * 3
+    page = " ".join((KEPT.parent / "doses.md").read_text(encoding="utf-8").split())
+    # The pilots had 0.01.
+    ratios = [100 * row["penalty"] / row["advantage"] for row in rows]
+    small = [0.3 * ratio for ratio in ratios]
+    assert (
+        f"at lambda 0.003 median {np.median(small):.2g}%, {min(small):.2g} to {max(small):.2g}% of "
+        f"15; at 0.01 {np.median(ratios):.2g}%, {min(ratios):.2g} to {max(ratios):.2g}%" in page
+    )
+    assert 0.13 <= np.median(small) <= 0.59 < np.median(ratios)
 
 
 def _runs(seeds_by_arm):
