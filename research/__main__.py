@@ -98,9 +98,9 @@ def _regime(name: str) -> str:
     return paper_regime.text(paper_regime.read_kept(name))
 
 
-def _penalty_gradients() -> str:
+def _penalty_gradients(name: str) -> str:
     return penalty_gradients.gradient_table(
-        json.loads((KEPT / "penalty_gradients.json").read_text(encoding="utf-8"))
+        json.loads((KEPT / f"{name}.json").read_text(encoding="utf-8"))
     )
 
 
@@ -110,6 +110,7 @@ _DOSES = {
     if (runs := doses.read_complete(setting))
 }
 """Studies of doses whose seeds are all there."""
+_GRADIENTS = ("penalty_gradients", "smollm2_penalty_gradients")
 _REGIMES = [name for name in STUDIES if name.startswith("paper_regime")]
 TEXTS: Mapping[str, Callable[[], str]] = {
     "arms": kept_studies.arms_text,
@@ -122,7 +123,7 @@ TEXTS: Mapping[str, Callable[[], str]] = {
     "oracle": oracle.text,
     "certificates": certificates.text,
     "theory": theory_tables.text,
-    "penalty_gradients": _penalty_gradients,
+    **{name: functools.partial(_penalty_gradients, name) for name in _GRADIENTS},
     **(
         {"penalty_in_a_real_model": _penalty_in_a_real_model}
         if penalty_in_a_real_model.KEPT.exists()

@@ -142,33 +142,17 @@ def _range(values: Sequence[float], form: str) -> str:
 def fixed() -> str:
     """Markdown: runs with a fixed lambda on 200 tokens that ended, and Fisher's p against none."""
     long = read(KEPT / "long_completions.jsonl.gz")
-    int3 = parted(read(KEPT / "regimes.jsonl.gz"), "int3", {})
     over = ended(long)
     without = sum(len(long[arm]) for arm in (BASELINE, CONTROLS[-1]))
     none = without - sum(len(over[arm]) for arm in (BASELINE, CONTROLS[-1]))
-    rows = []
+    rows = [["0", f"{without - none} of {without}", "-"]]
     for strength in ("0.03", "0.1", "0.3", "1"):
         arm = f"token_{strength}"
         lost = len(over[arm])
         count = len(long[arm])
         p = fisher_exact([[lost, count - lost], [without - none, none]]).pvalue
-        three = f"{len(ended(int3)[arm])} of {len(int3[arm])}" if arm in int3 else "-"
-        rows.append([strength, f"{lost} of {count}", f"{p:.2g}", three])
-    rows.insert(
-        0,
-        [
-            "0",
-            f"{without - none} of {without}",
-            "-",
-            f"{len(ended(int3)[BASELINE])} of {len(int3[BASELINE])}",
-        ],
-    )
-    return (
-        "\n".join(
-            markdown_table(["lambda", "collapsed, int4", "p against 0", "collapsed, int3"], rows)
-        )
-        + "\n"
-    )
+        rows.append([strength, f"{lost} of {count}", f"{p:.2g}"])
+    return "\n".join(markdown_table(["lambda", "collapsed", "p against 0"], rows)) + "\n"
 
 
 def text() -> str:

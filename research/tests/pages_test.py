@@ -674,16 +674,12 @@ def test_the_first_page_is_that_of_the_kept_metrics():
     cache = gains["fp8_cache"]
     assert cache.mean - cache.half_width < 0 < cache.mean + cache.half_width
     int3 = parted(kept, "int3", long["exact"])
-    for arm, before in (
-        ("tis", "TIS has"),
-        ("matched", "as the engine"),
-    ):
-        (exact, half, _), (own, own_half, _) = (
-            pooled(int3, heading, arm) for heading in paper_regime.PRIMARY
-        )
-        said = f"{exact:+.0f} ({exact - half:.0f} to {exact + half:.0f}; own "
-        said += f"{own:+.0f}, {own - own_half:.0f} to {own + own_half:.0f}"
-        assert f"{before} {said}" in page, said
+    (exact, half, _), (own, own_half, _) = (
+        pooled(int3, heading, "tis") for heading in paper_regime.PRIMARY
+    )
+    said = f"{exact:+.0f} ({exact - half:.0f} to {exact + half:.0f}; own "
+    said += f"{own:+.0f}, {own - own_half:.0f} to {own + own_half:.0f}"
+    assert f"TIS has {said}" in page, said
     over = ended(long)
     assert f"collapses {len(over['engine_above_1'])} of {len(long['engine_above_1'])} runs" in page
     assert not over["trainer_above_1"]
@@ -923,6 +919,8 @@ def test_what_the_pages_say_of_small_doses_is_what_the_kept_runs_did():
     )
     for before, arm in (
         ("lambda 0.001, the one such dose: ", "token_0.001"),
+        ("On sums a trained model has that of 0.003, ", "token_0.003"),
+        ("to 0.01, ", "token_0.01"),
         ("The dual ascent: ", "dc_own_c"),
         ("in {} seeds: ", "dc_from_0"),
         ("Score centering: ", "centered"),
@@ -932,6 +930,8 @@ def test_what_the_pages_say_of_small_doses_is_what_the_kept_runs_did():
         assert f"{before.format(moved)}{exact} ({own})" in page, arm
     exact, own = _both_engines(by_name, "token_0.001")
     assert f"by more than 12 points: {exact}, by the engine that sampled {own} (40 seeds" in readme
+    trained = [_both_engines(by_name, f"token_{dose}")[0] for dose in (0.003, 0.01)]
+    assert f"at a trained one's it is open: {', '.join(trained)} ([evidence]" in readme
     # What the rule says.
     conclusions = {arm: doses.conclusion(by_name, arm) for arm, _ in by_name}
     assert conclusions["token_0.001"] == conclusions["dc_from_0"] == "neither"
@@ -1053,18 +1053,54 @@ def test_what_the_first_screens_say_of_a_real_model_is_what_was_measured():
             ratios[engine, mean] = 100 * math.exp(np.mean(np.log(each)))
     bf16, cache, int8 = (ratios[engine, MEANS[0]] for engine in ENGINES)
     page = " ".join(_PAGE.read_text().split())
+    assert f"{bf16:.2g}% (vLLM's BF16), {cache:.2g}% (FP8 cache), {int8:.2g}% (INT8)" in page
+    trained = _after_the_demo()
     assert (
-        f"{bf16:.2g}% of the advantages' (vLLM's BF16), {cache:.2g}% (FP8 cache), {int8:.2g}% "
-        "(INT8)" in page
+        f"on its sums: {trained['bfloat16']:.2g}%, {trained['fp8_cache']:.2g}% and "
+        f"{trained['int8']:.2g}% (INT8 before it: {trained['int8_untrained']:.2g}%)" in page
     )
     norms = json.loads((_KEPT / "penalty_gradients.json").read_text())["token_1"][0]
     toy = 100 * 0.1 * norms["penalty"] / norms["advantage"]
     assert (
-        f"{toy:.0f}% of the advantages' in our policy's first step; in untrained SmolLM2-135M "
-        f"{bf16:.2g}%" in page
+        f"{toy:.0f}% of the advantages' in our policy's first step; in untrained SmolLM2-135M, "
+        f"answering in sentences, {bf16:.2g}%" in page
     )
     assert f"{0.1 * toy / max(ratios.values()):.1f} to {0.1 * toy / bf16:.0f} there" in page
-    assert f"{toy / max(ratios.values()):.0f} to {toy / bf16:.0f} times smaller" in page
+    assert f"{toy / max(trained.values()):.0f} to {toy / bf16:.0f} times smaller" in page
+
+
+def _after_the_demo():
+    """Geometric means of |penalty| / |advantages| in % at lambda 0.1, after `make demo-real`.
+
+    A batch in which all groups have equal rewards has no advantages, and no ratio.
+    """
+    kept = json.loads((_KEPT / "smollm2_penalty_gradients.json").read_text())
+    found = {}
+    for engine, rows in kept.items():
+        assert [row["step"] for row in rows] == list(range(1, 9))
+        each = [row["penalty"] / row["advantage"] for row in rows if row["advantage"]]
+        assert len(each) == (7 if engine == "fp8_cache" else 8)
+        found[engine] = 100 * math.exp(np.mean(np.log(each)))
+    return found
+
+
+def test_the_doses_of_a_trained_model_are_those_of_two_arms():
+    """A's pilots had lambda 0.01; a dose's ratio is proportional to lambda."""
+    pilots = json.loads((_KEPT / "doses_pilot_gradients.json").read_text())
+    ratios = [
+        100 * row["penalty"] / row["advantage"]
+        for rows in pilots.values()
+        for row in rows
+        if row["step"] in (1, 2, 4, 8, 16)
+    ]
+    trained = _after_the_demo()
+    del trained["int8_untrained"]
+    doses_inside = [
+        dose
+        for dose in (0.001, 0.003, 0.01, 0.03)
+        if min(trained.values()) <= np.median(ratios) * dose / 0.01 <= max(trained.values())
+    ]
+    assert doses_inside == [0.003, 0.01]
 
 
 def _exactly(runs):
