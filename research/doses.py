@@ -68,7 +68,7 @@ COARSE = Setting(
 LATE = Setting(
     study="configs/studies/doses.py:late",
     metrics=KEPT / "doses_late.jsonl.gz",
-    seeds=30,
+    seeds=16,
     margin=17.0,
 )
 
