@@ -93,9 +93,9 @@ def test_processes_wait_for_what_main_threads_compile_and_for_nothing_else(monke
                 "rollout.lag=1",
                 "rollout.top_logprobs=4",
             ),
-            {"step": "the step", "rescore": "rescore", "old_logprobs": "old_logprobs"},
+            {"_train_step": "the step", "rescore": "rescore", "old_logprobs": "old_logprobs"},
         ),
-        (("algorithm.kl_coefficient=0.1",), {"step": "the step"}),
+        (("algorithm.kl_coefficient=0.1",), {"_train_step": "the step"}),
     ],
 )
 def test_a_run_compiles_no_pass_over_its_batch_in_the_main_thread(
