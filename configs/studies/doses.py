@@ -27,8 +27,6 @@ from research.studies.study import Arm, Study
 
 START = "research/kept/start_200_tokens"
 INT3 = {"model.path": START, "rollout.precision": "int3"}
-LATE_SETTING = {**SETTING, **GRPO, "model.path": START}
-"""4-bit weights, four updates of each weight sync, 64 steps."""
 SEEDS = tuple(range(20, 60))
 """None of them was used by an earlier study."""
 PILOT_SEEDS = (100, 101, 102)
@@ -43,7 +41,8 @@ SMALL = {
 }
 """The ascent at a twentieth of the paper's lambda_0 and eta."""
 
-
+LATE_SETTING = {**SETTING, **GRPO, "model.path": START}
+"""Setting B: 4-bit weights, four updates of each weight sync, 64 steps."""
 LATE_RATES = (2e-4, 1e-4, 5e-5)
 """Learning rates that the pilots of late collapse try."""
 LATE_RATE = 1e-4
@@ -52,6 +51,17 @@ LATE_HEALTHY = 0.00126
 """As `HEALTHY`, of the pilots at that rate."""
 LATE_SEEDS = tuple(range(20, 50))
 """No other run with four updates of this policy has them."""
+
+BASELINES: dict[str, dict[str, object]] = {
+    "grpo": {},
+    "grpo_shaken": {"algorithm.std_epsilon": 1e-3},
+}
+
+
+def ascents(healthy: float) -> dict[str, dict[str, object]]:
+    """The paper's ascent with c from the engine's healthy discrepancy; and from lambda 0."""
+    own_c = DC_GRPO | {"algorithm.tolerance": FACTOR * healthy}
+    return {"dc_own_c": own_c, "dc_from_0": own_c | {"algorithm.multiplier": 0.0}}
 
 
 def get_study(arg: str = "") -> Study:
@@ -71,17 +81,15 @@ def get_study(arg: str = "") -> Study:
         pilot_arms = {label: Arm(BASE, settings) for label, settings in pilots.items()}
         return Study("Doses, pilots", pilot_arms, "grpo", PILOT_SEEDS)
 
-    own_c = DC_GRPO | {"algorithm.tolerance": FACTOR * HEALTHY}
-    changes: dict[str, dict[str, object]] = {
-        "grpo": {},
-        "grpo_shaken": {"algorithm.std_epsilon": 1e-3},
+    coarse_ascents = ascents(HEALTHY)
+    changes = {
+        **BASELINES,
         "token_0.001": fixed(0.001),
         "token_0.003": fixed(0.003),
         "token_0.01": fixed(0.01),
         "token_0.03": fixed(0.03),
-        "dc_own_c": own_c,
-        "dc_from_0": own_c | {"algorithm.multiplier": 0.0},
-        "dc_small": own_c | SMALL,
+        **coarse_ascents,
+        "dc_small": coarse_ascents["dc_own_c"] | SMALL,
         "centered": CENTERED,
     }
     arms = {label: Arm(BASE, common | settings) for label, settings in changes.items()}
@@ -100,14 +108,11 @@ def _late_pilots() -> Study:
 
 def _late() -> Study:
     """Doses where GRPO collapses late; importance sampling is the positive control."""
-    own_c = DC_GRPO | {"algorithm.tolerance": FACTOR * LATE_HEALTHY}
-    changes: dict[str, dict[str, object]] = {
-        "grpo": {},
-        "grpo_shaken": {"algorithm.std_epsilon": 1e-3},
+    changes = {
+        **BASELINES,
         "token_0.003": fixed(0.003),
         "token_0.01": fixed(0.01),
-        "dc_own_c": own_c,
-        "dc_from_0": own_c | {"algorithm.multiplier": 0.0},
+        **ascents(LATE_HEALTHY),
         "tis": {"algorithm.corrections": "tis(high=2)"},
     }
     common = LATE_SETTING | {"optimizer.learning_rate": LATE_RATE}

@@ -80,9 +80,9 @@ def _train(session: TrainingSession, step_batches: Batches) -> None:
 
 
 def _with_measured_tolerance(session: TrainingSession, state: TrainState, step: int) -> TrainState:
-    """The state with c from the metrics of the steps so far, once those that measure it are done.
+    """The state, after the last step that measures c with the c that their metrics give.
 
-    The metrics are written.
+    They are in the run directory by then.
     """
     config = session.config
     if step != config.algorithm.measured_steps:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from dcmdp_jax.activity import activity
-from dcmdp_jax.data import episode
+from dcmdp_jax.data.episode import TEACHER_LOGPROBS, Episode
 from dcmdp_jax.engines.protocol import Engine
 from dcmdp_jax.models.hf_hub import model_directory
 from dcmdp_jax.models.hf_weights import load_params
@@ -52,20 +52,20 @@ def make_teacher(task: Task, placement: Placement) -> Callable[[Batch], Batch]:
     score = make_old_logprobs(
         lambda params, rows: row_logprobs(params, without_replay(rows)),
         mesh=mesh,
-        names=[episode.TEACHER_LOGPROBS],
+        names=[TEACHER_LOGPROBS],
     )
     return functools.partial(score, params)
 
 
-def score_episodes(server: Engine, episodes: Sequence[episode.Episode]) -> list[episode.Episode]:
+def score_episodes(server: Engine, episodes: Sequence[Episode]) -> list[Episode]:
     """The episodes with the server's log-probs of their completions as a column."""
     scores = server.score(
-        [one.prompt_ids for one in episodes],
-        [one.completion_ids for one in episodes],
+        [episode.prompt_ids for episode in episodes],
+        [episode.completion_ids for episode in episodes],
         temperature=1.0,
     )
     scored_episodes = []
-    for one, logprobs in zip(episodes, scores, strict=True):
-        column = np.pad(logprobs, (one.prompt_length, 0))
-        scored_episodes.append(one.with_columns(teacher_logprobs=column))
+    for episode, logprobs in zip(episodes, scores, strict=True):
+        column = np.pad(logprobs, (episode.prompt_length, 0))
+        scored_episodes.append(episode.with_columns(teacher_logprobs=column))
     return scored_episodes

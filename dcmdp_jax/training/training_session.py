@@ -38,7 +38,7 @@ class TrainingSession:
         checkpoints: the run's checkpoints.
         stop: knows of a signal to this process.
         writer: gets metrics and samples.
-        frozen: see `start.frozen_params`.
+        frozen: the base of the adapters, or the reference policy; None without.
         compiled: collective, waits for the programs that are being compiled.
         state: after the last finished step.
         prompts_taken: position in the stream of prompts where the next step begins.

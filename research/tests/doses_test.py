@@ -71,19 +71,19 @@ def test_the_doses_in_a_real_models_range_are_those_of_the_pilots_gradients():
 def _late_pilots():
     """(learning rate, engine) -> the mean rewards of four steps of each pilot, by seed."""
     pilots = read_kept_metrics(KEPT / "doses_late_pilots.jsonl.gz", None)
-    found = {}
+    means_by_setting = {}
     for arm, runs in pilots.items():
         engine, rate = arm.split("_")
         assert sorted(runs) == list(study_file.PILOT_SEEDS)
-        found[float(rate), engine] = [smoothed(runs[seed]) for seed in sorted(runs)]
-    return pilots, found
+        means_by_setting[float(rate), engine] = [smoothed(runs[seed]) for seed in sorted(runs)]
+    return pilots, means_by_setting
 
 
 def test_the_pilots_rule_chooses_the_learning_rate_of_late_collapse():
     """The highest rate at which every run without mismatch learns and none collapses, and GRPO
     learns, has its best at step 16 or later, and collapses in one of three at least.
     """
-    _, found = _late_pilots()
+    _, means_by_setting = _late_pilots()
 
     def learns(means):
         return means.max() >= means[0] + 0.05
@@ -91,22 +91,22 @@ def test_the_pilots_rule_chooses_the_learning_rate_of_late_collapse():
     def collapses(means):
         return means[-1] < means.max() / 2
 
-    chosen = [
+    qualifying_rates = [
         rate
         for rate in study_file.LATE_RATES
-        if all(learns(one) and not collapses(one) for one in found[rate, "exact"])
+        if all(learns(one) and not collapses(one) for one in means_by_setting[rate, "exact"])
         # Means of four steps: the first stands at step 4.
         and any(
             learns(one) and collapses(one) and np.argmax(one) + 4 >= 16
-            for one in found[rate, "grpo"]
+            for one in means_by_setting[rate, "grpo"]
         )
     ]
-    assert chosen[0] == study_file.LATE_RATE
+    assert qualifying_rates[0] == study_file.LATE_RATE
     page = (KEPT.parent / "doses.md").read_text(encoding="utf-8")
-    for (rate, engine), runs in found.items():
+    for (rate, engine), runs in means_by_setting.items():
         ends = (", ".join(f"{value:.2f}" for value in of_each) for of_each in _ends(runs))
         first, best, last = ends
-        name = "int4" if engine == "grpo" else "zero-mismatch"
+        name = {"grpo": "int4", "exact": "zero-mismatch"}[engine]
         text = f"{rate:.0e}".replace("e-0", "e-")
         collapsed = sum(collapses(one) for one in runs)
         assert f"| {text} | {name} | {first} | {best} | {last} | {collapsed} of 3" in page
