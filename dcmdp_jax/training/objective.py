@@ -12,7 +12,7 @@ To add a term, write its function and name it in `TERMS`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -120,12 +120,12 @@ class TermConstants(NamedTuple):
     Attributes:
         divisor: [] float32, W; 1 where it would be 0, so that the other terms remain.
         planned_weight: [] float32, V.
-        router: `moe.router_sums` of the whole mini-batch; None without the load-balancing loss.
+        mini_batch_sums: by metric, what `Term.mini_batch_sum` gave over the whole mini-batch.
     """
 
     divisor: Array
     planned_weight: Array
-    router: Aux | None
+    mini_batch_sums: Mapping[str, Any]
 
 
 def _surrogate(inputs: LossInputs) -> tuple[Array, Statistics]:
@@ -172,14 +172,24 @@ def _reference_kl(inputs: LossInputs) -> Array:
     return weighted_sum(divergence, inputs.signals.planned_weights).total
 
 
+def _router_sums(inputs: LossInputs) -> Aux:
+    """`moe.router_sums` of the micro-batch."""
+    return inputs.outputs.router
+
+
 def _router_probability(inputs: LossInputs) -> Array:
     """The factor of B that has a gradient: the experts' probabilities, summed."""
     return inputs.outputs.router["router_probability"]
 
 
 def _balance(probability: Array, constants: TermConstants) -> Array:
-    """B, whose other factor is that of the whole mini-batch."""
-    return load_balancing_loss(constants.router | {"router_probability": probability})
+    """B, whose other factor is that of the whole mini-batch.
+
+    It is a product of two means over the mini-batch (Qiu et al. 2025, arXiv:2501.11873: over a
+    micro-batch it would balance single texts), of which one is a constant.
+    """
+    sums = constants.mini_batch_sums[ROUTER]
+    return load_balancing_loss(sums | {"router_probability": probability})
 
 
 def _mean_of_tokens(total: Array, constants: TermConstants) -> Array:
@@ -197,12 +207,15 @@ class Term:
         total: its sum over a micro-batch, or (sum, statistics).
         coefficient: its factor in the loss, by the settings; 0: not in it.
         mean: of other terms than `SURROGATE`: (sum, constants) -> the term.
+        mini_batch_sum: of a micro-batch, what `mean` needs to have summed over the mini-batch: in
+            `TermConstants`, by a pass before that of the gradient. None: `mean` needs nothing.
     """
 
     metric: str
     total: Callable[[LossInputs], Any]
     coefficient: Callable[[AlgorithmSettings], float]
     mean: Callable[[Any, TermConstants], Array] = _mean_of_tokens
+    mini_batch_sum: Callable[[LossInputs], Any] | None = None
 
 
 TERMS = (
@@ -219,6 +232,7 @@ TERMS = (
         total=_router_probability,
         coefficient=lambda settings: settings.router_aux_loss,
         mean=_balance,
+        mini_batch_sum=_router_sums,
     ),
 )
 """Every term, in the order in which they are computed."""
@@ -255,8 +269,6 @@ def term_metrics(
 ) -> dict[str, Array]:
     """The terms of an update: loss = surrogate + kl_coefficient kl + router_aux_loss router."""
     metrics = {SURROGATE: totals[SURROGATE] / constants.divisor}
-    if constants.router is not None:
-        totals = totals | {ROUTER: constants.router["router_probability"]}
     for term in terms:
         if term.metric != SURROGATE:
             metrics[term.metric] = term.mean(totals[term.metric], constants)

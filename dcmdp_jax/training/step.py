@@ -365,37 +365,34 @@ def _advantages(settings: AlgorithmSettings, batch: Batch, rewards: Array) -> Ar
 def _term_constants(
     setup: StepSetup, inputs: _Inputs, batch: Batch
 ) -> objective.TermConstants | None:
-    """Compute the constants of the further terms, in a forward pass of its own where they need one.
+    """The constants of the further terms of the loss; None where the loss is the surrogate alone.
 
-    The load-balancing loss is a product of two means over the mini-batch (Qiu et al. 2025,
-    arXiv:2501.11873: over a micro-batch it would balance single texts), of which one is a constant.
-    With that and the weight of the remaining tokens known before, micro-batches and devices add.
+    A pass of its own sums what the terms need of the whole mini-batch, and counts what corrections
+    drop: with that known, micro-batches and devices only add.
     """
-    settings = setup.settings
-    balances = bool(settings.router_aux_loss)
     if all(term.metric == objective.SURROGATE for term in setup.terms):
         return None
+    summed_terms = [term for term in setup.terms if term.mini_batch_sum is not None]
 
-    def count(inputs: _Inputs, rows: Rows) -> tuple[dict[str, Sum], tuple[()]]:
+    def sum_rows(inputs: _Inputs, rows: Rows) -> tuple[tuple[dict[str, Sum], Sum], tuple[()]]:
         loss_inputs = _forward(setup, *inputs, rows)
-        sums = {}
-        if balances:
-            sums["router"] = Sum(loss_inputs.outputs.router)
-        if settings.drops_tokens:
-            sums["dropped"] = Sum(loss_inputs.signals.dropped_tokens)
-        return sums, ()
+        sums = {term.metric: Sum(term.mini_batch_sum(loss_inputs)) for term in summed_terms}
+        return (sums, Sum(loss_inputs.signals.dropped_tokens)), ()
 
-    router = None
+    mini_batch_sums = {}
     _, planned = setup.loss_weights(batch)
     remaining = planned
-    if balances or settings.drops_tokens:
-        sums, _ = accumulate(count, inputs, batch.rows, batch.micro_batches, mesh=setup.mesh)
-        if balances:
-            router = sums["router"].value()
-        if settings.drops_tokens:
-            _, remaining = setup.loss_weights(batch, sums["dropped"].value())
-    divisor = jnp.where(remaining > 0, remaining, 1.0)
-    return objective.TermConstants(divisor, planned_weight=planned, router=router)
+    if summed_terms or setup.settings.drops_tokens:
+        (sums, dropped_tokens), _ = accumulate(
+            sum_rows, inputs, batch.rows, batch.micro_batches, mesh=setup.mesh
+        )
+        mini_batch_sums = {metric: total.value() for metric, total in sums.items()}
+        _, remaining = setup.loss_weights(batch, dropped_tokens.value())
+    return objective.TermConstants(
+        divisor=jnp.where(remaining > 0, remaining, 1.0),
+        planned_weight=planned,
+        mini_batch_sums=mini_batch_sums,
+    )
 
 
 def _gradient(

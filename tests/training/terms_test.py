@@ -61,7 +61,7 @@ def test_a_term_is_a_function_and_an_entry():
         Term(metric="policy/own", total=lambda _: jnp.float32(2.0), coefficient=lambda _: 0.5),
     )
     constants = TermConstants(
-        divisor=jnp.float32(4.0), planned_weight=jnp.float32(8.0), router=None
+        divisor=jnp.float32(4.0), planned_weight=jnp.float32(8.0), mini_batch_sums={}
     )
     loss, totals, statistics = sum_of_terms(terms, _INPUTS, constants)
     # S = 3 - 1; the other term is 2 / 8, times its factor and W: 0.5 x 4 x 0.25.
