@@ -8,6 +8,7 @@ import pytest
 
 from dcmdp_jax.algorithm.stats import Sum
 from dcmdp_jax.config.algorithm import AlgorithmSettings
+from dcmdp_jax.training import objective
 from dcmdp_jax.training.objective import (
     KL,
     ROUTER,
@@ -22,6 +23,7 @@ from dcmdp_jax.training.objective import (
     token_reward_statistics,
 )
 from dcmdp_jax.types import Rows
+from tests.support import step_runs
 
 _SETTINGS = AlgorithmSettings()
 _INPUTS = LossInputs(
@@ -72,6 +74,36 @@ def test_a_term_is_a_function_and_an_entry():
         SURROGATE: 0.5,
         "policy/own": 0.25,
     }
+
+
+def _sum_of(column):
+    return lambda inputs: jnp.sum(jnp.where(inputs.rows.completion_mask, column(inputs), 0.0))
+
+
+@pytest.mark.parametrize("tokens", [32, 512], ids=["many micro-batches", "one"])
+def test_a_product_of_two_sums_needs_no_edit_of_the_step(monkeypatch, tokens):
+    product = Term(
+        metric="policy/own",
+        total=_sum_of(lambda inputs: inputs.tokens.train_logprobs),
+        coefficient=lambda _: 1e-6,
+        mean=lambda total, constants: total * constants.mini_batch_sums["policy/own"],
+        mini_batch_sum=_sum_of(lambda inputs: inputs.rows.rollout_logprobs),
+    )
+    monkeypatch.setattr(objective, "TERMS", (*objective.TERMS, product))
+    rollout, rewards = step_runs.make_rollout()
+    # Settings of no other test: compiled steps are kept by them.
+    settings = dataclasses.replace(_SETTINGS, std_epsilon=1.25e-6)
+    _, [metrics], _ = step_runs.run_steps(
+        settings=settings, rollout=(rollout, rewards), mini_batches=1, tokens=tokens
+    )
+
+    ids, spans = step_runs.padded(rollout)
+    table = np.asarray(step_runs.naive_logprobs(step_runs.make_params(), ids), np.float64)
+    train = sum(table[row, first:end].sum() for row, (first, end) in enumerate(spans))
+    sampled = sum(logprobs.sum() for logprobs in rollout.rollout_logprobs)
+    assert metrics["policy/own"] == pytest.approx(train * sampled, rel=1e-5)
+    added = metrics["policy/loss"] - metrics["policy/surrogate"]
+    assert added == pytest.approx(1e-6 * train * sampled, rel=1e-3)
 
 
 def test_a_reward_of_tokens_is_measured_against_the_training_stack():
