@@ -35,7 +35,7 @@ from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, 
 from dcmdp_jax.parallel.sharding import bytes_per_device
 from dcmdp_jax.plan.published import model_of
 from dcmdp_jax.plan.topologies import CHIPS, Topology, platform_of
-from dcmdp_jax.run import memory_use, task, weights
+from dcmdp_jax.run import memory_use, task
 from dcmdp_jax.run.placement import Placement, fit, platform_kernel
 from dcmdp_jax.training.step_programs import make_step_programs
 
@@ -289,22 +289,17 @@ def plan_step(run: PlannedRun) -> Lowerable:
     mesh = run.placement.mesh
     packing = run.placement.packing
     programs = make_step_programs(config, run.model, run.placement, settings.lora)
-    state, batch = programs.arguments
+    state, _, frozen = programs.arguments
     resident_bytes = {
         "parameters": bytes_per_device(state.params),
         "optimizer": bytes_per_device(state.opt_state),
     }
-
-    frozen = None
-    if settings.lora:
-        frozen = weights.frozen_shapes(run.model, settings.lora_base, mesh)
-        resident_bytes["frozen base"] = bytes_per_device(frozen)
-    elif config.algorithm.kl_coefficient:
-        frozen = weights.frozen_shapes(run.model, settings.param_dtype, mesh)
-        resident_bytes["reference policy"] = bytes_per_device(frozen)
+    if frozen is not None:
+        kind = "frozen base" if settings.lora else "reference policy"
+        resident_bytes[kind] = bytes_per_device(frozen)
     return Lowerable(
         name="step",
-        trace=functools.partial(programs.train_step.trace, state, batch, frozen),
+        trace=functools.partial(programs.train_step.trace, *programs.arguments),
         resident=resident_bytes,
         row_lengths=packing.row_lengths,
         # Of the bucket with the fewest: an array of all logits is at least this large in each.

@@ -18,6 +18,7 @@ from dcmdp_jax.parallel.backend import compile_beside
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.parallel.sharding import sharded
 from dcmdp_jax.run.placement import Placement
+from dcmdp_jax.run.weights import frozen_shapes
 from dcmdp_jax.training import objective
 from dcmdp_jax.training.optimizer import initial_loss_scale, make_optimizer, make_schedule
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, make_old_logprobs, make_rescore
@@ -32,7 +33,7 @@ class StepPrograms:
 
     Attributes:
         create: (parameters, dual state) -> a fresh state.
-        arguments: state and batch of the step: shapes, dtypes and shardings.
+        arguments: state, batch and frozen parameters of the step: shapes, dtypes and shardings.
         shardings: shardings of the state.
         train_step: see `make_train_step`; compiled at its first call.
         rescore: with rollout.precision=exact, puts the training stack's log-probs in place of the
@@ -47,7 +48,7 @@ class StepPrograms:
     """
 
     create: Callable[[Params, DualState], TrainState]
-    arguments: tuple[TrainState, Batch]
+    arguments: tuple[TrainState, Batch, Params | None]
     shardings: TrainState
     train_step: Callable
     rescore: Callable | None
@@ -57,21 +58,20 @@ class StepPrograms:
     watched: Callable[[Params], list[Array]]
     arrival: Callable[[list[Array], Params], objective.Metrics]
 
-    def compile_ahead(self, hosts: Hosts, frozen: Params | None) -> Callable[[], None]:
-        """Compile the step and the passes before it, while the engine starts and samples.
+    def compile_ahead(self, hosts: Hosts) -> Callable[[], None]:
+        """Compile the step and the passes before it, while weights are read and the engine samples.
 
         JAX keeps the programs.
 
         Args:
             hosts: the processes that run them.
-            frozen: the frozen parameters.
 
         Returns:
             Collective: a function that waits, once, until all processes have compiled them. One
             that had not would compile them in its main thread, and wait there for the others, see
             `SeveralHosts.starting_programs_together`.
         """
-        state, batch = self.arguments
+        state, batch, frozen = self.arguments
         # Of the batches before `old_logprobs` adds its columns.
         added = OLD_LOGPROBS, episode.OLD_TOP_LOGPROBS
         buckets = []
@@ -152,13 +152,18 @@ def make_step_programs(
         token_rewards=objective.distillation(*config.teacher),
     )
     batch = packing.abstract_batch(placement.packing, placement.columns)
+    frozen = None
+    if lora is not None:
+        frozen = frozen_shapes(model, model_settings.lora_base, mesh)
+    elif config.algorithm.kl_coefficient:
+        frozen = frozen_shapes(model, model_settings.param_dtype, mesh)
     old_logprobs = None
     if rollout.lag:
         old_logprobs = make_old_logprobs(row_logprobs, mesh=mesh)
     quantized = quantized_leaves(model)
     programs = StepPrograms(
         create=jax.jit(fresh, out_shardings=shardings),
-        arguments=(sharded(state, shardings), sharded(batch, batch_shardings(mesh))),
+        arguments=(sharded(state, shardings), sharded(batch, batch_shardings(mesh)), frozen),
         shardings=shardings,
         train_step=make_train_step(setup, shardings),
         rescore=make_rescore(row_logprobs, mesh=mesh) if exact else None,

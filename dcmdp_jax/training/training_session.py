@@ -21,7 +21,7 @@ from dcmdp_jax.run.facts import data_facts
 from dcmdp_jax.run.run import Run
 from dcmdp_jax.training.exit import ENDS_A_RUN, CollectiveExit, StopSignal
 from dcmdp_jax.training.phase_timer import KEPT_BYTES
-from dcmdp_jax.training.start import start
+from dcmdp_jax.training.start import Start, start
 from dcmdp_jax.training.step_programs import StepPrograms
 from dcmdp_jax.types import Params, TrainState
 
@@ -40,11 +40,12 @@ class TrainingSession:
         writer: gets metrics and samples.
         frozen: the base of the adapters, or the reference policy; None without.
         compiled: collective, waits for the programs that are being compiled.
-        state: after the last finished step.
-        prompts_taken: position in the stream of prompts where the next step begins.
-        resumed: whether the first state is a checkpoint's.
+        beginning: the state that it begins with.
         older_params: number of finished steps -> the older parameters, by version, that sampled
             what is in flight.
+        state: after the last finished step.
+        step: number of the last finished step.
+        prompts_taken: position in the stream of prompts where the next step begins.
         last_step: number of the step after which the run ends.
     """
 
@@ -55,16 +56,16 @@ class TrainingSession:
     writer: MetricsWriter | NoWriter
     frozen: Params | None
     compiled: Callable[[], None]
-    state: TrainState
-    prompts_taken: int
-    resumed: bool
+    beginning: Start
     older_params: Callable[[int], dict[int, Params]] = lambda step: {}
 
     def __post_init__(self) -> None:
         self.config = self.run.task.config
         self.last_step = self.config.training.steps
         self.hosts = self.run.placement.hosts
+        self.state = self.beginning.state
         self.step = int(self.state.step)
+        self.prompts_taken = self.beginning.prompts_taken
         self._first_step = self.step
         self.stop.all_saved = self._nothing_to_lose
         self.exit = CollectiveExit(self.hosts, self.stop, functools.partial(self.save, wait=True))
@@ -132,7 +133,7 @@ class TrainingSession:
 
     def begin(self, evaluate: Callable[[], None]) -> None:
         """Save the state that a new run begins with; evaluate, unless the record has that."""
-        if not self.resumed:
+        if not self.beginning.resumed:
             self.save()
         if self._evaluation_is_due():
             in_record = all(
@@ -216,9 +217,7 @@ def open_session(
         )
         stack.callback(checkpoints.close)
 
-        # The step compiles while the weights are read, unless it has a frozen policy to wait for.
-        if not weights.has_frozen:
-            compiled = programs.compile_ahead(hosts, None)
+        compiled = programs.compile_ahead(hosts)
         beginning = start(run, programs, checkpoints, stop, check, show)
         release_freed_memory()
         step = int(beginning.state.step)
@@ -238,7 +237,6 @@ def open_session(
                 frozen = weights.frozen()
                 # The checkpoint of `step` knows its digests: another policy is refused.
                 checkpoints.check_reference(frozen, step, weights.frozen_path)
-            compiled = programs.compile_ahead(hosts, frozen)
         yield TrainingSession(
             run=run,
             programs=programs,
@@ -247,9 +245,7 @@ def open_session(
             writer=writer,
             frozen=frozen,
             compiled=compiled,
-            state=beginning.state,
-            prompts_taken=beginning.prompts_taken,
-            resumed=beginning.resumed,
+            beginning=beginning,
         )
         with activity("writing the last checkpoint"):
             checkpoints.wait()

@@ -49,10 +49,10 @@ def test_the_step_is_compiled_beside_the_start_and_kept(monkeypatch):
     config.model.compute_dtype = config.rollout.compute_dtype = config.rollout.precision = "float32"
     run = planned_run(from_config_dict(config), make_mesh(1, 2, 1, devices=jax.devices()[:2]))
     programs = make_step_programs(run.config, run.model, run.placement)
-    programs.compile_ahead(ONE_PROCESS, None)()
+    programs.compile_ahead(ONE_PROCESS)()
     steps = [thread for name, thread in found if "step" in name]
     assert steps == ["compiling the step"]
-    programs.train_step.lower(*programs.arguments, None).compile()
+    programs.train_step.lower(*programs.arguments).compile()
     assert len([name for name, _ in found if "step" in name]) == 1
 
 
@@ -95,7 +95,13 @@ def test_processes_wait_for_what_main_threads_compile_and_for_nothing_else(monke
             ),
             {"_train_step": "the step", "rescore": "rescore", "old_logprobs": "old_logprobs"},
         ),
+        # The step gets frozen parameters, which nobody has read when it compiles.
         (("algorithm.kl_coefficient=0.1",), {"_train_step": "the step"}),
+        (("model.lora_rank=4", "model.lora_base=int8"), {"_train_step": "the step"}),
+        (
+            ("model.lora_rank=4", "algorithm.kl_coefficient=0.1", "mesh.cpu_devices=2"),
+            {"_train_step": "the step"},
+        ),
     ],
 )
 def test_a_run_compiles_no_pass_over_its_batch_in_the_main_thread(
