@@ -273,6 +273,22 @@ def merged_and_measured(
     }
 
 
+def make_merge(
+    lora: Lora, precision: str, *, apart: bool
+) -> Callable[[Params, Params], tuple[Params | Adapted, dict[str, Array]]]:
+    """(adapters, base) -> parameters for an engine, and the metrics of the merge.
+
+    Args:
+        lora: shape of the adapters.
+        precision: the engine's.
+        apart: the engine takes the adapters as they are.
+    """
+    if not apart:
+        return jax.jit(lambda params, base: merged_and_measured(base, params, lora, precision))
+    measure = jax.jit(lambda params, base: merged_and_measured(base, params, lora, precision)[1])
+    return lambda params, base: (Adapted(base, params, lora), measure(params, base))
+
+
 def _arriving(kernel: Kernel, change: Array, precision: str) -> Array:
     """Q(W + D) - Q(W)."""
     w = in_float32(kernel)

@@ -44,6 +44,7 @@ from dcmdp_jax.parallel.sharding import (
     sharded,
 )
 from dcmdp_jax.run.weights import frozen_shapes
+from dcmdp_jax.types import Params
 
 _GIB = 2**30
 _WEIGHT_SYNC = frozenset({"weight_sync"})
@@ -281,6 +282,15 @@ class TrainingShapes:
     lora: Lora | None = None
     teacher: ModelConfig | None = None
 
+    def frozen(self, mesh: Mesh) -> Params | None:
+        """Frozen parameters of the step: the adapters' base, or the reference policy."""
+        settings = self.config.model
+        if self.lora is not None:
+            return frozen_shapes(self.model, settings.lora_base, mesh)
+        if self.config.algorithm.kl_coefficient:
+            return frozen_shapes(self.model, settings.param_dtype, mesh)
+        return None
+
 
 def training_memory(
     shapes: TrainingShapes,
@@ -374,16 +384,17 @@ def _state_parts(
         ),
         make(f"parameters of {lag} older version(s)", lag * size, lower="rollout.lag"),
     ]
-    if shapes.lora is None:
-        if config.algorithm.kl_coefficient:
-            components.append(make("reference policy", size, lower="algorithm.kl_coefficient=0"))
+    frozen = shapes.frozen(mesh)
+    if frozen is None:
         return components
-
-    base = bytes_per_device(frozen_shapes(shapes.model, config.model.lora_base, mesh))
+    frozen_bytes = bytes_per_device(frozen)
+    if shapes.lora is None:
+        reference = make("reference policy", frozen_bytes, lower="algorithm.kl_coefficient=0")
+        return [*components, reference]
     merged_values = _values(model_declarations(shapes.model), mesh)
     return [
         *components,
-        make("frozen base", base, lower=f"{smaller_model}, or model.lora_base=int8"),
+        make("frozen base", frozen_bytes, lower=f"{smaller_model}, or model.lora_base=int8"),
         make(
             "merged weights",
             4 * merged_values,

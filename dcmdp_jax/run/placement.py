@@ -47,6 +47,7 @@ from dcmdp_jax.run.memory_use import (
     training_memory,
 )
 from dcmdp_jax.run.task import Task
+from dcmdp_jax.types import Params
 
 _CPU_UNROLL = 8
 """Max layers that a CPU runs without a loop, in which gradients are copied. Deeper models gain no
@@ -68,6 +69,7 @@ class Placement:
         scheme: the engine's roundings that the forward pass repeats.
         packing: shapes of a batch, of prompts as long as those to train on.
         columns: per-token columns of a batch: name -> shape of a token's entry.
+        frozen: shapes and shardings of the step's frozen parameters; None without.
         engine: the inference engine.
         samples_while_training: whether the engine samples while the trainer trains: in a process of
             its own. False with refills on several hosts, where all hosts must agree on another
@@ -80,6 +82,7 @@ class Placement:
     scheme: Scheme
     packing: row_layout.RowShapes
     columns: dict[str, tuple[int, ...]]
+    frozen: Params | None
     engine: EngineSetup
     samples_while_training: bool
 
@@ -376,6 +379,7 @@ def fit(
         scheme=scheme,
         packing=packing,
         columns=columns,
+        frozen=shapes.frozen(mesh),
         engine=setup,
         samples_while_training=kind.own_process and not refills,
     )

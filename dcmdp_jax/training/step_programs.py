@@ -10,7 +10,7 @@ import jax
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data import episode, packing
 from dcmdp_jax.models.config import Lora, ModelConfig
-from dcmdp_jax.models.lora import Adapted, make_policy, merged_and_measured, trained
+from dcmdp_jax.models.lora import make_merge, make_policy, trained
 from dcmdp_jax.models.params import declared_shapes, quantized_leaves
 from dcmdp_jax.models.quantize import arrival, watched_columns
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
@@ -18,7 +18,6 @@ from dcmdp_jax.parallel.backend import compile_beside
 from dcmdp_jax.parallel.hosts import Hosts
 from dcmdp_jax.parallel.sharding import sharded
 from dcmdp_jax.run.placement import Placement
-from dcmdp_jax.run.weights import frozen_shapes
 from dcmdp_jax.training import objective
 from dcmdp_jax.training.optimizer import initial_loss_scale, make_optimizer, make_schedule
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, make_old_logprobs, make_rescore
@@ -118,8 +117,8 @@ def make_step_programs(
     rollout = config.rollout
     schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
     optimizer = make_optimizer(config.optimizer, schedule)
-    dual = initial_dual(config.algorithm)
     loss_scale = initial_loss_scale(model_settings.compute_dtype)
+    dual = initial_dual(config.algorithm)
 
     def fresh(params: Params, dual: DualState) -> TrainState:
         return new_state(params, optimizer, dual, loss_scale)
@@ -152,18 +151,17 @@ def make_step_programs(
         token_rewards=objective.distillation(*config.teacher),
     )
     batch = packing.abstract_batch(placement.packing, placement.columns)
-    frozen = None
-    if lora is not None:
-        frozen = frozen_shapes(model, model_settings.lora_base, mesh)
-    elif config.algorithm.kl_coefficient:
-        frozen = frozen_shapes(model, model_settings.param_dtype, mesh)
     old_logprobs = None
     if rollout.lag:
         old_logprobs = make_old_logprobs(row_logprobs, mesh=mesh)
     quantized = quantized_leaves(model)
     programs = StepPrograms(
         create=jax.jit(fresh, out_shardings=shardings),
-        arguments=(sharded(state, shardings), sharded(batch, batch_shardings(mesh)), frozen),
+        arguments=(
+            sharded(state, shardings),
+            sharded(batch, batch_shardings(mesh)),
+            placement.frozen,
+        ),
         shardings=shardings,
         train_step=make_train_step(setup, shardings),
         rescore=make_rescore(row_logprobs, mesh=mesh) if exact else None,
@@ -179,16 +177,9 @@ def make_step_programs(
         return programs
     return dataclasses.replace(
         programs,
-        merged=_merging(lora, config, apart=placement.engine.arguments.lora is not None),
+        merged=make_merge(
+            lora, rollout.precision, apart=placement.engine.arguments.lora is not None
+        ),
         watched=lambda _: [],
         arrival=lambda *_: {},
     )
-
-
-def _merging(lora: Lora, config: Config, *, apart: bool) -> Callable:
-    """(adapters, base) -> parameters for an engine, and metrics; with `apart` not merged."""
-    precision = config.rollout.precision
-    if not apart:
-        return jax.jit(lambda params, base: merged_and_measured(base, params, lora, precision))
-    measure = jax.jit(lambda params, base: merged_and_measured(base, params, lora, precision)[1])
-    return lambda params, base: (Adapted(base, params, lora), measure(params, base))

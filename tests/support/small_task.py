@@ -90,6 +90,7 @@ def small_placement(*, hosts=ONE_PROCESS, completions=4, length=4, samples_while
         scheme=FULL,
         packing=packing,
         columns={},
+        frozen=None,
         engine=None,
         samples_while_training=samples_while_training,
     )
