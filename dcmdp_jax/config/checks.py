@@ -129,6 +129,13 @@ def find_trainable(name: str) -> EngineKind:
     return kind
 
 
+def engine_of_run(config: Config) -> EngineKind:
+    """The record of a run's engine; that of no engine for a run that samples nothing."""
+    if config.supervised:
+        return EngineKind()
+    return find_trainable(config.rollout.engine)
+
+
 def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
     """The engine's own settings: its section, or `rollout.engine_args` of an engine by path.
 

@@ -15,7 +15,7 @@ from dcmdp_jax.config.checks import (
     MESH,
     as_settings,
     engine_arguments,
-    find_trainable,
+    engine_of_run,
     forward_scheme,
     of_engine,
 )
@@ -203,7 +203,7 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
             "lora_alpha"
         )
     # Raises if the kernel does not run there.
-    platform_kernel(config, platform)
+    platform_kernel(config.model, platform)
     check_own_remedies(config.algorithm)
     # A host of any GPUs is taken to have at most as many as one of H100s.
     host_devices = devices
@@ -233,8 +233,8 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
 
 
 def _engine(config: Config, **arguments: Any) -> tuple[EngineKind, EngineArguments]:
-    """The engine of a run with what it gets of adapters; a supervised run has none."""
-    kind = EngineKind() if config.supervised else find_trainable(config.rollout.engine)
+    """The engine of a run with what it gets of adapters."""
+    kind = engine_of_run(config)
     engine = engine_arguments(config, kind, **arguments)
     lora = config.model.lora if kind.takes_adapters(engine.settings) else None
     return kind, dataclasses.replace(engine, lora=lora)
@@ -412,7 +412,7 @@ def usable_memory(config: Config, topology: Topology) -> tuple[int, str]:
 
 def _share(config: Config) -> DeviceShare | None:
     """How an engine on the same devices shares them; None with others, or in the same process."""
-    kind = find_trainable(config.rollout.engine)
+    kind = engine_of_run(config)
     with as_settings(of_engine(kind)):
         return kind.device_share(engine_arguments(config, kind))
 

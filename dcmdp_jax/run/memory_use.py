@@ -269,7 +269,7 @@ class TrainingShapes:
         model: the model's shape.
         prompt_lengths, completions: length of each prompt, and maximum number of completions
             sampled in one call of the engine.
-        shortest_prompt: minimum number of tokens of a prompt to train on.
+        shortest_sequence: minimum number of tokens of a sequence to train on.
         lora: shape of the adapters; None trains all parameters.
         teacher: shape of the teacher in the trainer's memory; None without.
     """
@@ -278,7 +278,7 @@ class TrainingShapes:
     model: ModelConfig
     prompt_lengths: list[int]
     completions: int
-    shortest_prompt: int = 0
+    shortest_sequence: int = 1
     lora: Lora | None = None
     teacher: ModelConfig | None = None
 

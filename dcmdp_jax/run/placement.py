@@ -14,11 +14,11 @@ from dcmdp_jax.config.checks import (
     MESH,
     as_settings,
     engine_arguments,
-    find_trainable,
+    engine_of_run,
     forward_scheme,
     of_engine,
 )
-from dcmdp_jax.config.settings import Config
+from dcmdp_jax.config.settings import Config, ModelSettings
 from dcmdp_jax.data import episode, row_layout
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.machine import Machine
@@ -88,12 +88,12 @@ class Placement:
 
 
 def trainable_engine(config: Config) -> tuple[EngineKind, str]:
-    """The record of the engine of `rollout.engine`, and where it computes.
+    """The record of a run's engine, and where it computes.
 
     Raises:
         UserError: in one line, for an engine that can't be trained with, or not on this machine.
     """
-    kind = find_trainable(config.rollout.engine)
+    kind = engine_of_run(config)
     with as_settings(of_engine(kind)):
         return kind, kind.check_machine(engine_arguments(config, kind))
 
@@ -147,7 +147,7 @@ def place(
         model=task.model,
         prompt_lengths=prompt_lengths,
         completions=completions,
-        shortest_prompt=min(map(len, task.train.token_ids)) - config.supervised,
+        shortest_sequence=task.shortest_sequence,
         lora=task.lora,
         teacher=task.teacher,
     )
@@ -172,14 +172,19 @@ def check_devices(task: Task, platform: str) -> Mesh:
         )
         for model in (task.model, task.teacher):
             if model is not None:
-                check_kernel(config, platform, model.head_dim)
+                check_kernel(
+                    config.model,
+                    platform,
+                    head_dim=model.head_dim,
+                    segments_per_row=config.training.segments_per_row,
+                )
                 check_training_mesh(
                     mesh,
                     num_heads=model.num_heads,
                     num_experts=model.num_experts,
                     completions=config.completions_per_mini_batch,
                 )
-    check_reductions(config, mesh)
+    check_reductions(config.model.compute_dtype, mesh)
     return mesh
 
 
@@ -233,7 +238,7 @@ def forward_scheme_on(config: Config, engine: EngineArguments, platform: str) ->
     return scheme
 
 
-def check_reductions(config: Config, mesh: Mesh) -> None:
+def check_reductions(compute_dtype: str, mesh: Mesh) -> None:
     """Refuse bfloat16 on CPU devices that split the model.
 
     XLA's CPU compiler (jaxlib 0.10) aborts the process when it promotes the bfloat16 reductions of
@@ -241,7 +246,7 @@ def check_reductions(config: Config, mesh: Mesh) -> None:
     """
     split = [axis for axis in ("fsdp", "tensor", "expert") if mesh.shape[axis] > 1]
     on_cpu = decoder.platform_of(mesh) == "cpu"
-    if split and on_cpu and config.model.compute_dtype == "bfloat16":
+    if split and on_cpu and compute_dtype == "bfloat16":
         axes = ", ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in split)
         raise UserError(
             f"config.model.compute_dtype: got 'bfloat16' with {axes} on CPU devices, where XLA "
@@ -249,17 +254,19 @@ def check_reductions(config: Config, mesh: Mesh) -> None:
         )
 
 
-def check_kernel(config: Config, platform: str, head_dim: int) -> None:
+def check_kernel(
+    settings: ModelSettings, platform: str, *, head_dim: int, segments_per_row: int
+) -> None:
     """Refuse an attention kernel that this machine can't run.
 
     Compiles the attention of two small rows with cuDNN, to see whether it is there and takes this
     dtype and head width: one row of one segment, as the embedded engine has them, one of a run's.
     """
-    if platform_kernel(config, platform) != "cudnn":
+    if platform_kernel(settings, platform) != "cudnn":
         return
-    heads = jax.ShapeDtypeStruct((1, 128, 1, head_dim), jnp.dtype(config.model.compute_dtype))
+    heads = jax.ShapeDtypeStruct((1, 128, 1, head_dim), jnp.dtype(settings.compute_dtype))
     ids = jax.ShapeDtypeStruct((1, 128), jnp.int32)
-    for segments in (1, segments_of(config, "cudnn")):
+    for segments in (1, segments_of(segments_per_row, "cudnn")):
         kernel = attention.RowKernel(
             name="cudnn",
             ops=choose_ops(platform),
@@ -279,20 +286,20 @@ def check_kernel(config: Config, platform: str, head_dim: int) -> None:
                     "choose xla"
                 )
             raise UserError(
-                f"config.model.attention: {config.model.attention!r} is cuDNN's attention here, "
+                f"config.model.attention: {settings.attention!r} is cuDNN's attention here, "
                 f"which does not work with {segments} segment(s) a row ({reason}); {remedy}"
             ) from error
 
 
-def platform_kernel(config: Config, platform: str) -> str:
+def platform_kernel(settings: ModelSettings, platform: str) -> str:
     """The attention kernel on a platform.
 
     Raises:
         UserError: if the platform does not have the one of the settings, or it does not compute in
             their dtype.
     """
-    dtype = jnp.dtype(config.model.compute_dtype)
-    kernel = attention.choose_kernel(config.model.attention, dtype, platform)
+    dtype = jnp.dtype(settings.compute_dtype)
+    kernel = attention.choose_kernel(settings.attention, dtype, platform)
     device = ""
     if kernel == "splash" and platform != "tpu":
         device = "a TPU"
@@ -311,9 +318,9 @@ def platform_kernel(config: Config, platform: str) -> str:
     return kernel
 
 
-def segments_of(config: Config, kernel: str) -> int:
-    """Segments of a row at most, for an attention kernel; 0 for any number."""
-    return config.training.segments_per_row or attention.SKIP_SEGMENTS.get(kernel, 1)
+def segments_of(segments_per_row: int, kernel: str) -> int:
+    """Segments of a row at most, by the setting and the attention kernel; 0 for any number."""
+    return segments_per_row or attention.SKIP_SEGMENTS.get(kernel, 1)
 
 
 def fit(
@@ -342,7 +349,7 @@ def fit(
     model = shapes.model
     rollout = config.rollout
     compute = compute_on(config, mesh, layers=model.num_layers)
-    packing = packing_on(config, mesh, compute, shortest=1 + shapes.shortest_prompt)
+    packing = packing_on(config, mesh, compute, shortest=shapes.shortest_sequence)
     columns = episode.column_shapes(config.columns, k=rollout.top_logprobs, routing=model.routing)
     machine = machine or this_machine(decoder.platform_of(mesh))
     dtype = config.model.param_dtype
@@ -392,7 +399,7 @@ def compute_on(config: Config, mesh: Mesh, *, layers: int = _CPU_UNROLL) -> deco
     dtype = jnp.dtype(settings.compute_dtype)
     longest = -(-max((config.max_total_tokens, *config.training.row_lengths)) // 128) * 128
     kernel = attention.choose_kernel(settings.attention, dtype, platform, longest)
-    segments = segments_of(config, kernel)
+    segments = segments_of(config.training.segments_per_row, kernel)
     return decoder.Compute(
         dtype=settings.compute_dtype,
         remat=settings.remat,
@@ -427,8 +434,8 @@ def packing_on(
 ) -> row_layout.RowShapes:
     """Shapes of a batch of sequences of at least `shortest` tokens, for a computation on a mesh."""
     splash = compute.attention == "splash"
-    row_lengths = config.training.row_lengths
-    for length in row_lengths:
+    training = config.training
+    for length in training.row_lengths:
         if splash and length % 128:
             raise UserError(
                 f"config.training.row_lengths: got {length}, splash attention needs multiples of "
@@ -438,12 +445,13 @@ def packing_on(
     if splash:
         multiple = 512
     return row_layout.make_row_shapes(
-        row_lengths=row_lengths,
+        row_lengths=training.row_lengths,
         longest=config.max_total_tokens,
         length_choice=row_layout.LengthChoice(shortest=shortest, multiple=multiple),
-        micro_batch_tokens=config.training.micro_batch_tokens,
+        micro_batch_tokens=training.micro_batch_tokens,
         mini_batches=config.mini_batches,
         completions=config.completions_per_mini_batch,
-        segments_per_row=segments_of(config, compute.attention) or row_layout.ANY_NUMBER,
+        segments_per_row=segments_of(training.segments_per_row, compute.attention)
+        or row_layout.ANY_NUMBER,
         row_shards=row_shards(mesh),
     )

@@ -5,7 +5,6 @@ from datetime import datetime
 from pathlib import Path
 
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.engines.engine_kind import EngineKind
 from dcmdp_jax.observe import jsonl, trackers
 from dcmdp_jax.parallel.hosts import ONE_PROCESS, Hosts
 from dcmdp_jax.run.directory import check_run_directory, first_start, fitted_rows
@@ -48,7 +47,7 @@ class Run:
             if project:
                 trackers.require_tracker(kind, project)
         rows = fitted_rows(config)
-        engine = (EngineKind(), "") if config.supervised else trainable_engine(config)
+        engine = trainable_engine(config)
         # Hosts may be in several time zones, and start at midnight.
         started = hosts.gather(first_start(Path(config.run_dir)).isoformat())[0]
         task = read_task(config, datetime.fromisoformat(started))

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from dcmdp_jax.activity import activity
 from dcmdp_jax.config.checks import EVALUATION, LORA, REWARDS, as_settings, in_settings
 from dcmdp_jax.config.rollout import RolloutSettings
-from dcmdp_jax.config.settings import Architecture, Config, ModelSettings
+from dcmdp_jax.config.settings import Architecture, Config, ModelSettings, RewardSettings
 from dcmdp_jax.data import arithmetic, chat
 from dcmdp_jax.data.mixtures import Part, PromptStream, parse_mixture, split_locations
 from dcmdp_jax.data.problems import check_location, load_problems
@@ -102,6 +102,14 @@ class Task:
         return calls
 
     @property
+    def shortest_sequence(self) -> int:
+        """Tokens of the shortest sequence to train on: a prompt and one more, or a conversation."""
+        shortest = min(map(len, self.train.token_ids))
+        if self.train.targets:
+            return shortest
+        return shortest + 1
+
+    @property
     def requests(self) -> tuple[list[int], int]:
         """Length of each prompt, and the most completions sampled in one call of the engine."""
         lengths = [len(ids) for ids in self.train.token_ids]
@@ -126,8 +134,8 @@ def read_task(config: Config, started: datetime) -> Task:
     """
     settings = config.model
     if not config.supervised:
-        missing = [reward for reward in _judged(config) if is_missing(reward.function)]
-        _import_rewards(config, missing)
+        missing = [reward for reward in _judged(config.rewards) if is_missing(reward.function)]
+        _import_rewards(config.rewards, missing)
     # A model may be fetched and converted for minutes.
     with naming("config.task.train"):
         mixture = parse_mixture(config.task.train)
@@ -416,23 +424,25 @@ def checked_rewards(
     config: Config, problems: Sequence[Problem], tokenizer: PreTrainedTokenizerBase
 ) -> tuple[tuple[Reward, ...], tuple[str, ...]]:
     """The rewards, and the columns that functions get; calls them, and starts the environment."""
-    rewards = _judged(config)
+    rewards = _judged(config.rewards)
     columns = tuple(column_names(problems)) if needs_columns(config) else ()
-    _import_rewards(config, rewards, columns)
+    _import_rewards(config.rewards, rewards, columns)
     if config.task.environment and not config.task.tools:
         _check_environment(config, tokenizer, columns)
     return rewards, columns
 
 
-def _judged(config: Config) -> tuple[Reward, ...]:
-    return tuple(Reward(name, weight) for name, weight in config.rewards.judged)
+def _judged(settings: RewardSettings) -> tuple[Reward, ...]:
+    return tuple(Reward(name, weight) for name, weight in settings.judged)
 
 
-def _import_rewards(config: Config, rewards: Sequence[Reward], columns: Sequence[str] = ()) -> None:
+def _import_rewards(
+    settings: RewardSettings, rewards: Sequence[Reward], columns: Sequence[str] = ()
+) -> None:
     """Import reward functions, and end their processes; see `check_rewards`."""
     try:
         with activity("importing the reward functions"):
-            check_rewards(rewards, columns, memory_gib=config.rewards.memory_limit)
+            check_rewards(rewards, columns, memory_gib=settings.memory_limit)
     except RewardError as error:
         raise UserError(f"config.rewards.functions: {in_settings(str(error), REWARDS)}") from error
 

@@ -585,6 +585,16 @@ def test_a_gpu_that_jax_did_not_start_is_no_cpu_run(
         placement.check_platform(platform)
 
 
+def _check_kernel(config):
+    settings = from_config_dict(config)
+    placement.check_kernel(
+        settings.model,
+        "gpu",
+        head_dim=64,
+        segments_per_row=settings.training.segments_per_row,
+    )
+
+
 @pytest.mark.parametrize(
     ("setting", "dtype", "words"),
     [
@@ -612,7 +622,7 @@ def test_a_gpu_without_cudnn_is_told_what_to_choose(setting, dtype, words):
     config = demo.get_config()
     config.model.attention, config.model.compute_dtype = setting, dtype
     with pytest.raises(ValueError) as caught:
-        placement.check_kernel(from_config_dict(config), "gpu", 64)
+        _check_kernel(config)
     assert (
         words in str(caught.value)
         and "\n" not in str(caught.value)
@@ -627,9 +637,9 @@ def test_a_cudnn_without_the_packed_layout_is_told_what_to_choose(monkeypatch):
     config.model.attention, config.model.compute_dtype = "cudnn", "bfloat16"
     words = r"^config.model.attention: 'cudnn' is .* 16 segment\(s\) a row \(.*\); choose training.segments_per_row=1$"
     with pytest.raises(ValueError, match=words):
-        placement.check_kernel(from_config_dict(config), "gpu", 64)
+        _check_kernel(config)
     config.training.segments_per_row = 1
-    placement.check_kernel(from_config_dict(config), "gpu", 64)
+    _check_kernel(config)
 
 
 @pytest.mark.parametrize(
