@@ -39,6 +39,7 @@ class CompletionRecords:
         self._task = task
         self._writer = writer
         self._exact = exact
+        self._refills = task.config.algorithm.refill_rounds > 0
         self._samples: list[dict[str, Any]] = []
         self._tokens: list[dict[str, Any]] | None = None
 
@@ -59,8 +60,7 @@ class CompletionRecords:
         """
         task = self._task
         rollout = step_batch.rollout
-        refills = task.config.algorithm.refill_rounds > 0
-        metrics = rollout_metrics(rollout, discrepancy, refills=refills)
+        metrics = rollout_metrics(rollout, discrepancy, refills=self._refills)
         self._samples = shown_samples(task, step, rollout, discrepancy)
         self._tokens = None
         if self._writer.records(step):

@@ -128,6 +128,13 @@ class StepRollouts:
     leave: exit.CollectiveExit
     collective: bool = True
 
+    def __post_init__(self) -> None:
+        config = self.task.config
+        self._rollout = config.rollout
+        self._seed = config.training.seed
+        self._groups = config.training.prompts_per_step
+        self._refill_rounds = config.algorithm.refill_rounds
+
     def sample(self, step: int, first: int, timer: phase_timer.PhaseTimer) -> StepRollout:
         """Sample and score the problems from `first` on: a function of (seed, step, first).
 
@@ -144,14 +151,13 @@ class StepRollouts:
             EngineError: if the engine breaks or a log-prob is not finite, unless those completions
                 are dropped.
         """
-        config = self.task.config
-        count = config.training.prompts_per_step
+        count = self._groups
         share = self._share(step, 0, first, count, timer)
         if not self.collective:
             return share
         rounds = [self.exchange(share)]
         position = first + count
-        while len(rounds) <= config.algorithm.refill_rounds:
+        while len(rounds) <= self._refill_rounds:
             missing = count - sum(int(rollout.differing.sum()) for rollout in rounds)
             if missing <= 0:
                 break
@@ -171,9 +177,8 @@ class StepRollouts:
     ) -> StepRollout:
         """This process's share of a round: `count` problems from `position` on, in one call."""
         task = self.task
-        seed = self.task.config.training.seed
         share = self.hosts.share(count)
-        rows = task.stream.at(seed=seed, first=position, count=count)[share]
+        rows = task.stream.at(seed=self._seed, first=position, count=count)[share]
         problems = [task.train.problems[row] for row in np.repeat(rows, task.sampling.group_size)]
         state = trainer_state(task, step, position)
         scoring = BatchScoring(self.services.scorer, task.tokenizer, problems, state)
@@ -183,7 +188,7 @@ class StepRollouts:
             self.leave.check()
             if len(rows):
                 sample_key = SampleKey(
-                    seed=seed + number * _ROUND_SEED_OFFSET,
+                    seed=self._seed + number * _ROUND_SEED_OFFSET,
                     step=step,
                     first_prompt=share.start,
                 )
@@ -196,7 +201,7 @@ class StepRollouts:
             texts=texts,
             scores=scores,
             dropped=np.zeros(len(texts), bool),
-            batch_groups=task.config.training.prompts_per_step,
+            batch_groups=self._groups,
             prompts_taken=count,
         )
 
@@ -229,7 +234,7 @@ class StepRollouts:
             EngineError: if a log-prob is not finite, unless those completions are dropped.
         """
         task = self.task
-        rollout = task.config.rollout
+        rollout = self._rollout
         joined = join(self.hosts.gather(share, StepRollout, Episode, BatchScores, Grades))
         with as_settings(EPISODES):
             dropped = unusable_completions(joined.episodes, drop=rollout.on_non_finite == "drop")
