@@ -9,7 +9,7 @@ import jax
 from dcmdp_jax.config.settings import Config, to_dict
 from dcmdp_jax.data.prompts import digest, digest_of
 from dcmdp_jax.dotted_names import flatten
-from dcmdp_jax.models.hf_hub import ends_of_files, model_directory
+from dcmdp_jax.models.hf_hub import ends_of_files
 from dcmdp_jax.run.task import Task
 
 _LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "optax", "orbax-checkpoint", "transformers")
@@ -41,8 +41,6 @@ def data_facts(task: Task) -> dict[str, str]:
         facts[f"problems of {held_out.location} of evaluation.task (digest)"] = digest_of(prompts)
     if task.worked_solutions:
         facts["problems of warmup.task (digest)"] = digest_of(task.worked_solutions)
-    path = task.config.model.path
-    if path:
-        directory = model_directory(path)
-        facts["files of model.path (digest)"] = digest(ends_of_files(directory))
+    if task.directory is not None:
+        facts["files of model.path (digest)"] = digest(ends_of_files(task.directory))
     return facts

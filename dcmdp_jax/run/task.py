@@ -42,6 +42,7 @@ class Task:
     Attributes:
         config: the settings.
         model: the model's shape.
+        directory: the directory of `model.path`; None for a fresh model.
         tokenizer: with a chat template and an end token.
         stop_token_ids: the ids that end a completion.
         held_out: the tasks to evaluate on, each with its encoded problems; empty without
@@ -68,6 +69,7 @@ class Task:
     rewards: tuple[Reward, ...]
     columns: tuple[str, ...]
     longest_prompt: int
+    directory: Path | None = None
     train: EncodedPrompts = EncodedPrompts(problems=[], token_ids=[])
     stream: PromptStream = PromptStream(())
     worked_solutions: EncodedPrompts | None = None
@@ -145,17 +147,19 @@ def read_task(config: Config, started: datetime) -> Task:
     if settings.path:
         files = f"model files, {files}"
     with activity(f"reading {files}"):
-        model, tokenizer = read_model(config)
+        directory = model_directory(settings)
+        model, tokenizer = read_model(config, directory)
         fix_date(tokenizer, started)
         adapter = None
         lora = settings.lora
         if settings.adapter:
-            adapter = _adapter(settings, model, warms_up=config.warmup.steps > 0)
+            adapter = _adapter(settings, model)
+            if directory is not None and not config.warmup.steps:
+                _check_base(settings, adapter, directory, model)
             lora = adapter.lora
         # Raises if the rank does not fit a layer.
         with as_settings(LORA):
             trained(model, lora)
-        directory = path_of_model(settings.path) if settings.path else None
         stop_token_ids = end_token_ids(tokenizer, directory, vocab_size=model.vocab_size)
         tools = read_tools(config, tokenizer)
         load = functools.partial(
@@ -185,6 +189,7 @@ def read_task(config: Config, started: datetime) -> Task:
         return Task(
             config=config,
             model=model,
+            directory=directory,
             tokenizer=tokenizer,
             stop_token_ids=stop_token_ids,
             held_out=evaluated_tasks,
@@ -201,16 +206,30 @@ def read_task(config: Config, started: datetime) -> Task:
         )
 
 
-def read_model(config: Config) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
-    """The shape of the model, checked against the settings, and its tokenizer."""
+def model_directory(settings: ModelSettings) -> Path | None:
+    """The directory of `model.path`, fetched if it names a model elsewhere; None without a path."""
+    if not settings.path:
+        return None
+    with naming("config.model.path"):
+        return hf_hub.model_directory(settings.path)
+
+
+def read_model(
+    config: Config, directory: Path | None
+) -> tuple[ModelConfig, PreTrainedTokenizerBase]:
+    """The shape of the model, checked against the settings, and its tokenizer.
+
+    Args:
+        config: the settings.
+        directory: result of `model_directory`.
+    """
     settings = config.model
-    if settings.path:
-        directory = path_of_model(settings.path)
+    if directory is not None:
         model = hf_config.read_model_config(directory)
         hf_manifest.check_manifest(directory, model)
-        tokenizer = _tokenizer(settings, model.vocab_size)
+        tokenizer = _tokenizer(settings, directory, model.vocab_size)
     else:
-        tokenizer = _tokenizer(settings, None)
+        tokenizer = _tokenizer(settings, None, None)
         model = fresh_model(settings.architecture, tokenizer, longest=config.max_total_tokens)
     check_model(config, model)
     return model, tokenizer
@@ -256,23 +275,24 @@ def sampling(rollout: RolloutSettings, stop_token_ids: tuple[int, ...]) -> Sampl
     )
 
 
-def _tokenizer(settings: ModelSettings, vocab_size: int | None) -> PreTrainedTokenizerBase:
+def _tokenizer(
+    settings: ModelSettings, directory: Path | None, vocab_size: int | None
+) -> PreTrainedTokenizerBase:
     """The tokenizer of `model.tokenizer`, else of `model.path`, else the built-in one."""
     if settings.tokenizer:
         with naming("config.model.tokenizer"):
             return load_tokenizer(settings.tokenizer, vocab_size=vocab_size)
-    if not settings.path:
+    if directory is None:
         return arithmetic.build_tokenizer()
     try:
-        directory = str(hf_hub.model_directory(settings.path))
-        return load_tokenizer(directory, vocab_size=vocab_size)
+        return load_tokenizer(str(directory), vocab_size=vocab_size)
     except UserError as error:
         hint = "model.tokenizer may name another"
         raise UserError(f"config.model.path: {error}; {hint}") from error
 
 
-def _adapter(settings: ModelSettings, model: ModelConfig, *, warms_up: bool) -> Adapter:
-    """The adapters of `model.adapter`; after a warm-up their base is not that of `model.path`."""
+def _adapter(settings: ModelSettings, model: ModelConfig) -> Adapter:
+    """The adapters of `model.adapter`."""
     try:
         with naming("config.model.adapter"):
             adapter = read_adapter(Path(settings.adapter), model)
@@ -286,12 +306,15 @@ def _adapter(settings: ModelSettings, model: ModelConfig, *, warms_up: bool) -> 
             f"config.model.lora_rank: got {settings.lora_rank}, the adapters of model.adapter "
             f"have rank {adapter.lora.rank}; set 0"
         )
-    # Without a look at all values, which the run's start takes.
-    if adapter.base_digest is not None and settings.path and not warms_up:
-        base = path_of_model(settings.path)
-        if adapter.base_digest != hf_weights.directory_digest(base, model):
-            raise other_base(settings.adapter, base)
     return adapter
+
+
+def _check_base(settings: ModelSettings, adapter: Adapter, base: Path, model: ModelConfig) -> None:
+    """Refuse another base than the adapters', without a look at all values: the start takes it."""
+    if adapter.base_digest is None:
+        return
+    if adapter.base_digest != hf_weights.directory_digest(base, model):
+        raise other_base(settings.adapter, base)
 
 
 def _teacher(
@@ -372,12 +395,6 @@ def other_base(adapter: str, base: Path) -> UserError:
         f"config.model.adapter: {adapter} was trained on another base than {base}; give model.path "
         "that base"
     )
-
-
-def path_of_model(path: str) -> Path:
-    """The directory of `model.path`, fetched from the Hub where it names a model there."""
-    with naming("config.model.path"):
-        return hf_hub.model_directory(path)
 
 
 def fresh_model(

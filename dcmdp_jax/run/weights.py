@@ -13,7 +13,7 @@ import orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from dcmdp_jax.config.settings import ModelSettings
-from dcmdp_jax.models import config, hf_hub, hf_weights, rope
+from dcmdp_jax.models import config, hf_weights, rope
 from dcmdp_jax.models.lora import (
     SavedAdapters,
     adapter_declarations,
@@ -210,13 +210,13 @@ class Weights:
 
     def initial(self) -> Params:
         """The starting parameters, read from `model.path` or drawn from the seed."""
-        settings = self.settings
-        model = self.task.model
-        if settings.path:
-            return self._load(hf_hub.model_directory(settings.path))
+        task = self.task
+        if task.directory is not None:
+            return self._load(task.directory)
         key = jax.random.key(self.seed)
         return jax.jit(
-            lambda: init_params(model, key, settings.param_dtype), out_shardings=self.shardings
+            lambda: init_params(task.model, key, self.settings.param_dtype),
+            out_shardings=self.shardings,
         )()
 
     def initial_adapters(self, shardings: Params) -> Params:
@@ -255,8 +255,8 @@ class Weights:
         """The initial policy's directory: `model.path` if adapters start there, else the run's."""
         # A warm-up makes another initial policy than that of `model.path`.
         warms_up = self.task.worked_solutions is not None
-        if self.task.lora and self.settings.path and not warms_up:
-            return hf_hub.model_directory(self.settings.path)
+        if self.task.lora and self.task.directory is not None and not warms_up:
+            return self.task.directory
         return self.reference
 
     def save_initial(self, params: Params, hosts: Hosts) -> None:

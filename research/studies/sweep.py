@@ -230,7 +230,7 @@ def check_evaluation(
     from dcmdp_jax.commands.evaluate import parse, read_tasks
     from dcmdp_jax.run.evaluation_setup import asked_settings
     from dcmdp_jax.run.saved_model import Policy
-    from dcmdp_jax.run.task import read_model
+    from dcmdp_jax.run.task import model_directory, read_model
 
     checked = set()
     for run, config in zip(runs, configs, strict=True):
@@ -250,4 +250,7 @@ def check_evaluation(
             key = repr((config.model, config.max_total_tokens, questions, arguments.overlap))
             if key not in checked:
                 checked.add(key)
-                read_tasks(Policy(sampled, None, *read_model(config)), arguments.overlap)
+                read_tasks(
+                    Policy(sampled, None, *read_model(config, model_directory(config.model))),
+                    arguments.overlap,
+                )

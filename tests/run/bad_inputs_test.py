@@ -522,7 +522,7 @@ def test_adapters_that_do_not_fit_are_named_before_anything_is_loaded(
     config = demo.get_config("debug")
     config.run_dir = str(tmp_path / "run")
     if changes.get("adapter") == "of rank 4":
-        (model, _), lora = read_model(from_config_dict(config)), Lora(4, 8.0)
+        (model, _), lora = read_model(from_config_dict(config), None), Lora(4, 8.0)
         adapters = draw_params(adapter_declarations(model, lora), jax.random.key(0), "float32")
         adapter = Adapter(lora=lora, params=adapters, base_checksum=0, base_digest=0)
         save_adapter(adapter, model, tmp_path / "adapter", base_model="")
