@@ -19,9 +19,9 @@ from dcmdp_jax.models.lora import make_policy, trained
 from dcmdp_jax.models.params import draw_params, init_params, num_params
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import training_mesh
-from dcmdp_jax.parallel.sharding import replicated
+from dcmdp_jax.parallel.sharding import batch_shardings, replicated
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
-from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
+from dcmdp_jax.training.state import initial_dual, new_state, train_state_shardings
 from dcmdp_jax.training.step import StepSetup, make_train_step
 from dcmdp_jax.types import Batch
 

@@ -21,8 +21,9 @@ from dcmdp_jax.data.packing import pack
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import init_params, num_params
 from dcmdp_jax.parallel.mesh import one_device_mesh
+from dcmdp_jax.parallel.sharding import batch_shardings
 from dcmdp_jax.plan.run_plan import plan_step, planned_run
-from dcmdp_jax.training.state import batch_shardings, initial_dual
+from dcmdp_jax.training.state import initial_dual
 from dcmdp_jax.training.step_programs import make_step_programs
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from dcmdp_jax.types import Params
+from dcmdp_jax.types import Batch, Params
 
 logger = logging.getLogger(__name__)
 
@@ -193,6 +193,20 @@ def replicated(mesh: Mesh) -> NamedSharding:
 def shard_rows(mesh: Mesh) -> NamedSharding:
     """The sharding of packed rows [M, A, R, ...]: R split over data, fsdp and expert."""
     return NamedSharding(mesh, P(None, None, *partition_spec(("rows",), ACTIVATION_AXES)))
+
+
+def batch_shardings(mesh: Mesh) -> Batch:
+    """Shardings of a `Batch`, as a prefix: rows over data, fsdp and expert, else replicated."""
+    everywhere = replicated(mesh)
+    return Batch(
+        rows=shard_rows(mesh),
+        micro_batches=everywhere,
+        rewards=everywhere,
+        group_ids=everywhere,
+        completion_lengths=everywhere,
+        loss_mask=everywhere,
+        valid=everywhere,
+    )
 
 
 def data_axis(mesh: Mesh | None) -> str | None:

@@ -26,13 +26,12 @@ from dcmdp_jax.data.episode import Episode
 from dcmdp_jax.data.packing import pack, staleness_metrics
 from dcmdp_jax.engines.noise_floor import NOISE_FLOOR_STEPS, noise_floor
 from dcmdp_jax.engines.protocol import check_versions
-from dcmdp_jax.parallel.sharding import to_global
+from dcmdp_jax.parallel.sharding import batch_shardings, to_global
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.run.services import Services
 from dcmdp_jax.training import exit, objective
 from dcmdp_jax.training.phase_timer import PhaseTimer
 from dcmdp_jax.training.rollout_sampler import StepRollout, StepRollouts
-from dcmdp_jax.training.state import batch_shardings
 from dcmdp_jax.training.training_session import TrainingSession
 from dcmdp_jax.types import Batch, Params, Rows, TrainState
 

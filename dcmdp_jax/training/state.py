@@ -14,8 +14,8 @@ from dcmdp_jax.config.algorithm import AlgorithmSettings
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.lora import trained
 from dcmdp_jax.models.params import declared_axes
-from dcmdp_jax.parallel.sharding import replicated, shard_rows, state_shardings
-from dcmdp_jax.types import Array, Batch, DualState, LossScale, Params, TrainState
+from dcmdp_jax.parallel.sharding import state_shardings
+from dcmdp_jax.types import Array, DualState, LossScale, Params, TrainState
 
 
 def initial_dual(settings: AlgorithmSettings) -> DualState:
@@ -101,18 +101,4 @@ def new_state(
         dual=jax.tree.map(jnp.array, dual),
         skipped_in_row=jnp.zeros((), jnp.int32),
         loss_scale=jax.tree.map(jnp.array, loss_scale),
-    )
-
-
-def batch_shardings(mesh: Mesh) -> Batch:
-    """Shardings of a `Batch`, as a prefix: rows over data, fsdp and expert, else replicated."""
-    everywhere = replicated(mesh)
-    return Batch(
-        rows=shard_rows(mesh),
-        micro_batches=everywhere,
-        rewards=everywhere,
-        group_ids=everywhere,
-        completion_lengths=everywhere,
-        loss_mask=everywhere,
-        valid=everywhere,
     )

@@ -16,12 +16,12 @@ from dcmdp_jax.models.quantize import arrival, watched_columns
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.backend import compile_beside
 from dcmdp_jax.parallel.hosts import Hosts
-from dcmdp_jax.parallel.sharding import sharded
+from dcmdp_jax.parallel.sharding import batch_shardings, sharded
 from dcmdp_jax.run.placement import Placement
 from dcmdp_jax.training import objective
 from dcmdp_jax.training.optimizer import initial_loss_scale, make_optimizer, make_schedule
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, make_old_logprobs, make_rescore
-from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
+from dcmdp_jax.training.state import initial_dual, new_state, train_state_shardings
 from dcmdp_jax.training.step import StepSetup, make_train_step
 from dcmdp_jax.types import Array, Batch, DualState, Params, TrainState
 

@@ -21,9 +21,10 @@ from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.params import init_params, param_shapes
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.parallel.mesh import row_shards
+from dcmdp_jax.parallel.sharding import batch_shardings
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.rescore import make_rescore
-from dcmdp_jax.training.state import batch_shardings, initial_dual, new_state, train_state_shardings
+from dcmdp_jax.training.state import initial_dual, new_state, train_state_shardings
 from dcmdp_jax.training.step import StepSetup, make_train_step
 from dcmdp_jax.types import Rows
 from tests.support.sampling import Rollout

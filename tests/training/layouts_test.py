@@ -23,9 +23,9 @@ from dcmdp_jax.models.params import declared_tree
 from dcmdp_jax.models.row_logprobs import make_row_logprobs
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.parallel.mesh import make_mesh, row_shards
+from dcmdp_jax.parallel.sharding import batch_shardings
 from dcmdp_jax.training.accumulate import accumulate
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, make_old_logprobs
-from dcmdp_jax.training.state import batch_shardings
 from tests.support.packed_attention import stand_in_for_cudnn
 from tests.support.step_runs import MODEL, make_params
 
