@@ -390,7 +390,7 @@ class Batches:
 
     def _score(self, params: Params, batch: Batch, metrics: dict[str, Any]) -> Batch:
         """Add log-probs of other passes: a teacher's, and those of the weights that sampled."""
-        self.session.compiled()
+        self.session.wait_until_compiled()
         programs = self.session.programs
         params = programs.setup.policy(params, self.session.frozen)
         batch = self.add_teacher(batch)

@@ -86,7 +86,7 @@ def _learn(session: TrainingSession) -> None:
         with timer.phase("pack"):
             episodes, packed = conversations.of_step(session.step)
         with timer.phase("step"):
-            session.compiled()
+            session.wait_until_compiled()
             with jax.transfer_guard("disallow"):
                 state, step_metrics, _ = session.programs.train_step(
                     session.state, packed.on_devices, session.frozen
@@ -108,7 +108,7 @@ def _learn(session: TrainingSession) -> None:
 
 def _evaluate(session: TrainingSession, conversations: "Conversations") -> None:
     """Save minus the mean loss of the held-out conversations with the policy's checkpoint."""
-    session.compiled()
+    session.wait_until_compiled()
     params = session.programs.setup.policy(session.state.params, session.frozen)
     losses = {}
     names = []

@@ -39,7 +39,7 @@ class TrainingSession:
         stop: knows of a signal to this process.
         writer: gets metrics and samples.
         frozen: the base of the adapters, or the reference policy; None without.
-        compiled: collective, waits for the programs that are being compiled.
+        wait_until_compiled: collective, waits for the programs that are being compiled.
         beginning: the state that it begins with.
         older_params: number of finished steps -> the older parameters, by version, that sampled
             what is in flight.
@@ -55,7 +55,7 @@ class TrainingSession:
     stop: StopSignal
     writer: MetricsWriter | NoWriter
     frozen: Params | None
-    compiled: Callable[[], None]
+    wait_until_compiled: Callable[[], None]
     beginning: Start
     older_params: Callable[[int], dict[int, Params]] = lambda step: {}
 
@@ -217,7 +217,7 @@ def open_session(
         )
         stack.callback(checkpoints.close)
 
-        compiled = programs.compile_ahead(hosts)
+        wait_until_compiled = programs.compile_ahead(hosts)
         beginning = start(run, programs, checkpoints, stop, check, show)
         release_freed_memory()
         step = int(beginning.state.step)
@@ -244,7 +244,7 @@ def open_session(
             stop=stop,
             writer=writer,
             frozen=frozen,
-            compiled=compiled,
+            wait_until_compiled=wait_until_compiled,
             beginning=beginning,
         )
         with activity("writing the last checkpoint"):

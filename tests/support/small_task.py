@@ -171,5 +171,5 @@ def small_session(task, placement, programs, leave):
         programs=programs,
         exit=leave,
         frozen=None,
-        compiled=lambda: None,
+        wait_until_compiled=lambda: None,
     )
