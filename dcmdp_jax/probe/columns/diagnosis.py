@@ -6,19 +6,16 @@ from collections.abc import Iterator
 import numpy as np
 
 from dcmdp_jax.observe.legs import DECODING
-from dcmdp_jax.probe.columns.causes import CAUSES, Finding, setting_of
-from dcmdp_jax.probe.columns.evidence import (
+from dcmdp_jax.probe.columns.alignment import (
     ALL_SHIFTED,
-    CERTAIN,
     LARGE_LOG_RATIO,
-    LEAST_DEVIATION,
     RELATED,
-    Evidence,
-    Lifted,
     fisher_z,
     least_unrelated,
-    outliers,
 )
+from dcmdp_jax.probe.columns.causes import CAUSES, Finding, setting_of
+from dcmdp_jax.probe.columns.evidence import Evidence, Lifted, outliers
+from dcmdp_jax.probe.columns.pairs import CERTAIN, LEAST_DEVIATION
 
 # The thresholds are ours, set as those of `evidence`. What a verdict needs:
 

@@ -121,6 +121,85 @@ def make_pairs(
     )
 
 
+# Significance.
+
+CERTAIN = 3.5
+"""Standard errors; chance exceeds them once in 4,300 times."""
+LEAST_DEVIATION = 0.003
+"""Nats, or units of p / q. A mean that is less away from a value counts as equal to it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenMean:
+    """A mean over tokens, its standard error clustered by completion; NaN if not measured.
+
+    Attributes:
+        mean: the estimate.
+        error: sqrt(C / (C - 1) sum_c (sum_t (x - mean))^2) / tokens over C completions.
+        completions: C.
+    """
+
+    mean: float
+    error: float
+    completions: int = 1000
+
+    @property
+    def margin(self) -> float:
+        """3.5 standard errors; for few completions the quantile of Student's t that is as rare."""
+        z = CERTAIN
+        df = max(self.completions - 1, 1)
+        first = (z**2 + 1) / 4
+        second = (5 * z**4 + 16 * z**2 + 3) / 96
+        third = (3 * z**6 + 19 * z**4 + 17 * z**2 - 15) / 384
+        return z * self.error * (1 + first / df + second / df**2 + third / df**3)
+
+    def above(self, value: float, by: float = LEAST_DEVIATION) -> bool:
+        """Above `value` by `by` and the margin."""
+        return self.mean - self.margin > value + by
+
+    def below(self, value: float, by: float = LEAST_DEVIATION) -> bool:
+        """Below `value` by `by` and the margin."""
+        return self.mean + self.margin < value - by
+
+    def differs(self, value: float, by: float = LEAST_DEVIATION) -> bool:
+        """Above or below `value`."""
+        return self.above(value, by) or self.below(value, by)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} +- {self.error:.3f}"
+
+
+UNKNOWN = TokenMean(mean=np.nan, error=np.nan)
+
+
+def pearson(x: np.ndarray, y: np.ndarray) -> float:
+    """Pearson's, in float64; 0 for a constant or fewer than three values."""
+    if len(x) > 2 and x.min() < x.max() and y.min() < y.max():
+        return float(np.corrcoef(x.astype(np.float64), y.astype(np.float64))[0, 1])
+    return 0.0
+
+
+def correlation_at(pairs: TokenPairs, tokens: np.ndarray | slice) -> float:
+    """Correlation of log p and log q over some tokens."""
+    return pearson(pairs.train_logprobs[tokens], pairs.rollout_logprobs[tokens])
+
+
+def token_mean(values: np.ndarray, rows: np.ndarray) -> TokenMean:
+    """Mean over tokens, its error by the sums of each completion.
+
+    Args:
+        values: [n] of the tokens.
+        rows: [n] int, the completion of each.
+    """
+    mean = float(values.mean())
+    sums = np.bincount(rows, values - mean)
+    count = len(np.unique(rows))
+    error = np.inf
+    if count > 1:
+        error = float(np.sqrt(count / (count - 1) * (sums @ sums)) / len(values))
+    return TokenMean(mean=mean, error=error, completions=count)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Statistics:
     """Mismatch over all tokens: p the training stack's, q the engine's, d the clamped log-ratio.
