@@ -195,9 +195,9 @@ def _unrelated(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
     # Other prompts make the first tokens unrelated too; that is told apart by `_start`.
     first = (pairs.position >= START_TOKENS) & (pairs.position < _FIRST_TOKENS)
     unrelated = ~shifted
-    if _related(pairs, unrelated[rows]):
+    if correlation_at(pairs, unrelated[rows]) >= _UNRELATED:
         unrelated = _far_below_others(pairs, shifted, first)
-    elif _related(pairs, unrelated[rows] & first):
+    elif correlation_at(pairs, unrelated[rows] & first) >= _UNRELATED:
         unrelated = np.zeros_like(shifted)
 
     tokens = unrelated[rows]
@@ -205,10 +205,6 @@ def _unrelated(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
     if tokens.any() and token_mean(capped, rows[tokens]).above(1):
         return unrelated
     return np.zeros_like(shifted)
-
-
-def _related(pairs: TokenPairs, mask: np.ndarray, least: float = _UNRELATED) -> bool:
-    return correlation_at(pairs, mask) >= least
 
 
 def _far_below_others(pairs: TokenPairs, shifted: np.ndarray, first: np.ndarray) -> np.ndarray:
@@ -219,7 +215,8 @@ def _far_below_others(pairs: TokenPairs, shifted: np.ndarray, first: np.ndarray)
     error = 1 / np.sqrt(np.maximum(pairs.lengths - 3, 1))
     low = fisher_z(np.array(correlations)) + CERTAIN * error < np.arctanh(RELATED)
     unrelated = ~shifted & low & (pairs.lengths > _FIRST_TOKENS)
-    if unrelated.sum() < 2 or not _related(pairs, ~(unrelated | shifted)[rows], RELATED):
+    others = ~(unrelated | shifted)
+    if unrelated.sum() < 2 or correlation_at(pairs, others[rows]) < RELATED:
         return none
 
     size = np.abs(pairs.log_ratio)
@@ -228,7 +225,7 @@ def _far_below_others(pairs: TokenPairs, shifted: np.ndarray, first: np.ndarray)
     later_sum = np.bincount(rows[later], size[later], len(low))
     later_mean = later_sum / np.maximum(pairs.lengths - _FIRST_TOKENS, 1)
     from_the_start = (first_mean > later_mean / 2)[unrelated].mean() >= 0.5
-    if not from_the_start or _related(pairs, unrelated[rows]):
+    if not from_the_start or correlation_at(pairs, unrelated[rows]) >= _UNRELATED:
         return none
     return unrelated
 

@@ -164,8 +164,8 @@ def _in_context(pairs: TokenPairs, row: int, index: int, text: TokenText | None)
         completion=row,
         position=index - int(span.start),
         token_id=int(pairs.token_ids[index]),
-        train=float(np.exp(np.float64(pairs.train_logprobs[index]))),
-        rollout=float(np.exp(np.float64(pairs.rollout_logprobs[index]))),
+        train=np.exp(np.float64(pairs.train_logprobs[index])),
+        rollout=np.exp(np.float64(pairs.rollout_logprobs[index])),
         before=decoded(index - _CONTEXT_BEFORE, index),
         text=decoded(index, index + 1),
         after=decoded(index + 1, index + 1 + _CONTEXT_AFTER),
@@ -182,14 +182,14 @@ def _groups(pairs: TokenPairs, group: np.ndarray, labels: list[str]) -> list[Gro
     groups = []
     for number in np.flatnonzero(counts):
         tokens = int(counts[number])
-        share = float(sums[number] / total) if total else 0.0
+        share = sums[number] / total if total else 0.0
         groups.append(
             Group(
                 label=labels[number],
                 tokens=tokens,
-                mean=float(sums[number]) / tokens,
+                mean=sums[number] / tokens,
                 share=share,
-                mean_log_ratio=float(log_ratios[number]) / tokens,
+                mean_log_ratio=log_ratios[number] / tokens,
             )
         )
     return groups
@@ -214,7 +214,7 @@ class StateMeasure:
     noise: float
 
 
-def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
+def compare_states(pairs: TokenPairs) -> list[StateMeasure]:
     """How far two engines are apart in whole states, and how noisily sampled tokens say so.
 
     The engine's k top-k tokens give the exact value of a state, within its bound. Everybody's
@@ -232,7 +232,7 @@ def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
         tokens.
     """
     if pairs.states is None:
-        return ()
+        return []
     log_ratio = pairs.log_ratio
     ratio = np.exp(log_ratio)
     terms = (np.abs(ratio - 1) / 2, -log_ratio, ratio * log_ratio, pairs.discrepancy)
@@ -244,22 +244,22 @@ def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
         measures.append(
             StateMeasure(
                 title=title,
-                exact=float(exact.mean()),
-                bound=float(states[:, 2 * index + 1].mean()),
-                sampled=float(term.mean()),
-                noise=float(np.sqrt(np.sum((term - exact) ** 2)) / len(term)),
+                exact=exact.mean(),
+                bound=states[:, 2 * index + 1].mean(),
+                sampled=term.mean(),
+                noise=np.sqrt(np.sum((term - exact) ** 2)) / len(term),
             )
         )
 
     mass, count = states[:, -2:].mean(axis=0)
     head = StateMeasure(
         title=f"mass of the engine's top {count:g} tokens",
-        exact=float(mass),
+        exact=mass,
         bound=math.nan,
         sampled=math.nan,
         noise=math.nan,
     )
-    return (*measures, head)
+    return [*measures, head]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -308,11 +308,11 @@ class Analysis:
     source: Mapping[str, str]
     floors: Mapping[str, float]
     statistics: Statistics
-    findings: tuple[causes.Finding, ...]
+    findings: Sequence[causes.Finding]
     recommendation: Recommendation
-    states: tuple[StateMeasure, ...]
-    groups: Mapping[str, tuple[Group, ...]]
-    worst: tuple[WorstToken, ...]
+    states: Sequence[StateMeasure]
+    groups: Mapping[str, Sequence[Group]]
+    worst: Sequence[WorstToken]
     evidence: Evidence
     over_training: OverTraining | None
 
@@ -357,7 +357,7 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         course=alarms.get("unseen_updates", ""),
     )
 
-    findings = tuple(diagnosis.diagnose(evidence))
+    findings = diagnosis.diagnose(evidence)
     verdict = findings[0]
     if causes.CAUSES[verdict.cause].defect or verdict.cause == "too_few":
         settle_first = verdict.title
@@ -383,8 +383,8 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         findings=findings,
         recommendation=recommendation,
         states=compare_states(pairs),
-        groups={heading: tuple(listed) for heading, listed in groups.items() if listed},
-        worst=tuple(worst_tokens(pairs, text)),
+        groups={heading: listed for heading, listed in groups.items() if listed},
+        worst=worst_tokens(pairs, text),
         evidence=evidence,
         over_training=over_training,
     )

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dcmdp_jax.observe.legs import DECODING
 from dcmdp_jax.probe.columns.alignment import (
     ALL_SHIFTED,
     LARGE_LOG_RATIO,
@@ -145,7 +144,9 @@ def _causes(evidence: Evidence) -> list[Finding]:
     candidates = list(_explained(evidence, _EXPLAINED_ALONE))
     if not few:
         candidates += _by_columns(evidence)
-    candidates += _lifted(evidence)
+    for lifted in evidence.lifted:
+        if lifted.share >= _EXPLAINED:
+            candidates.append(_without(evidence, lifted))
     candidates += _explained(evidence)
     for rule in (
         _unsampled,
@@ -277,7 +278,13 @@ def _by_columns(evidence: Evidence) -> Iterator[Finding]:
             return
 
     # Tokens or contexts that are not the engine's.
-    yield from _support(evidence)
+    if is_cut(evidence):
+        yield _say(
+            "support",
+            f"Mean p / q = {evidence.ratio}; it would be 1 if the engine could sample every token.",
+            f"So the engine leaves out tokens that hold {1 - evidence.ratio.mean:.1%} of p. "
+            f"Effective sample size {evidence.sample_size:,.0f} tokens.",
+        )
     if evidence.broken > 0:
         yield _say(
             "retokenization",
@@ -368,16 +375,6 @@ def _unsampled(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _support(evidence: Evidence) -> Iterator[Finding]:
-    if is_cut(evidence):
-        yield _say(
-            "support",
-            f"Mean p / q = {evidence.ratio}; it would be 1 if the engine could sample every token.",
-            f"So the engine leaves out tokens that hold {1 - evidence.ratio.mean:.1%} of p. "
-            f"Effective sample size {evidence.sample_size:,.0f} tokens.",
-        )
-
-
 def _others_tokens(evidence: Evidence) -> Iterator[Finding]:
     """Find tokens that neither column's distribution gives, and tokens that surprise too little."""
     surprise = evidence.surprise
@@ -432,12 +429,6 @@ def _nothing_in_common(evidence: Evidence) -> Iterator[Finding]:
         )
 
 
-def _lifted(evidence: Evidence) -> Iterator[Finding]:
-    for lifted in evidence.lifted:
-        if lifted.share >= _EXPLAINED:
-            yield _without(evidence, lifted)
-
-
 def _without(evidence: Evidence, lifted: Lifted) -> Finding:
     setting = evidence.settings[lifted.cause]
     return _say(
@@ -466,12 +457,12 @@ def _settings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _decoding(evidence: Evidence) -> Iterator[Finding]:
-    legs = {leg.name: leg for leg in evidence.legs}
-    decoding = legs.pop(DECODING, None)
+    if not evidence.legs:
+        return
+    decoding, one_pass = evidence.legs
     # Where the trainer is the engine's own prefill, another rounding of the same dtype is all of
     # the mismatch.
-    one_pass = max((leg.mean for leg in legs.values()), default=0.0)
-    if decoding is None or (evidence.rounding is None and one_pass <= FLOAT32_ROUNDING):
+    if evidence.rounding is None and one_pass.mean <= FLOAT32_ROUNDING:
         return
     if decoding.share >= _EXPLAINED_ALONE and decoding.mean > FLOAT32_ROUNDING:
         cause = "decoding"
@@ -496,7 +487,7 @@ def _operator(evidence: Evidence) -> Iterator[Finding]:
     first = unexpected[0]
     alike = sum(outlier.operator == first.operator for outlier in unexpected)
     others = f" (and {alike - 1} more like it)" if alike > 1 else ""
-    median = float(np.median([operator.relative for operator in evidence.operators]))
+    median = np.median([operator.relative for operator in evidence.operators])
     yield _say(
         first.operator,
         f"On the same input the {first}{others} gives another output: relative error "

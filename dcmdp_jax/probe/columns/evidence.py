@@ -150,7 +150,7 @@ def outliers(operators: Sequence[OperatorDifference]) -> list[OperatorDifference
     """Operators that differ far more than the median; none unless they are the smaller half."""
     if not operators:
         return []
-    median = float(np.median([operator.relative for operator in operators]))
+    median = np.median([operator.relative for operator in operators])
     threshold = max(_TIMES_MEDIAN * median, _LEAST_RELATIVE)
     far_off = [operator for operator in operators if operator.relative > threshold]
     if 2 * len(far_off) >= len(operators):
@@ -255,7 +255,7 @@ class Evidence(Known):
             1,000 recordings has such a pair.
         course: evidence over the steps that updates do not reach the engine; "" if none.
         floor: the larger of both engines' noise floors; None if not measured.
-        legs: the gap's two legs; empty if the engine does not score.
+        legs: the gap's two legs, that of decoding first; empty if the engine does not score.
 
     From `median_log_ratio` to `correlation` all is over the other completions where some are
     broken, and from the 17th token on where the first ones stand apart, so that a second cause
@@ -304,7 +304,7 @@ def collect(pairs: TokenPairs, **from_engines: Any) -> Evidence:
     """Measure what the columns alone show, and add what only engines can: `floor`, `legs`, ..."""
     tokens = len(pairs.token_ids)
     completions = len(pairs.lengths)
-    mean = float(pairs.discrepancy.mean())
+    mean = pairs.discrepancy.mean()
     lag_means = _lag_means(pairs)
     identical = _identical(pairs)
 
@@ -324,7 +324,7 @@ def collect(pairs: TokenPairs, **from_engines: Any) -> Evidence:
         completions=completions,
         mean=mean,
         **_sampling(pairs, mask),
-        broken=float(broken.mean()),
+        broken=broken.mean(),
         broken_correlation=correlations[0],
         whole_correlation=correlations[1],
         **start,
@@ -377,7 +377,7 @@ def _sampling(pairs: TokenPairs, mask: np.ndarray) -> dict[str, Any]:
     log_q = pairs.rollout_logprobs[mask].astype(np.float64)
     log_ratio = pairs.log_ratio[mask]
     ratio = np.exp(log_ratio)
-    square = float(np.mean(log_ratio**2))
+    square = np.mean(log_ratio**2)
 
     distance = np.abs(log_ratio)
     inner_excess = np.where(distance <= INNER_LOG_RATIO, ratio - 1, 0)
@@ -391,20 +391,20 @@ def _sampling(pairs: TokenPairs, mask: np.ndarray) -> dict[str, Any]:
     penalty_share = penalty.mean**2 * np.mean(repeated**2) / max(square, 1e-300)
 
     measurements = {
-        "median_log_ratio": float(np.median(distance)),
+        "median_log_ratio": np.median(distance),
         "square": square,
         "ratio": token_mean(ratio, rows),
         "inner_ratio": token_mean(1 + inner_excess, rows),
         "capped_ratio": token_mean(np.minimum(ratio, RATIO_CAP), rows),
         "inverse_ratio": token_mean(np.exp(-log_ratio), rows),
-        "sample_size": float(ratio.sum() ** 2 / np.sum(ratio**2)),
+        "sample_size": ratio.sum() ** 2 / np.sum(ratio**2),
         "ratio_tokens": len(log_ratio),
         "spread": _spread(log_p, log_q, rows),
         "correlation": pearson(log_p, log_q),
-        "lowered": float(np.mean(log_ratio > _LOWERED)),
+        "lowered": np.mean(log_ratio > _LOWERED),
         "uncertain": int(np.sum(both_are_uncertain)),
         "penalty": penalty,
-        "penalty_share": float(penalty_share),
+        "penalty_share": penalty_share,
     }
     if pairs.entropies is not None:
         measurements |= _surprise(log_p + pairs.entropies[mask], log_ratio, rows)
@@ -419,7 +419,7 @@ def _surprise(deviation: np.ndarray, log_ratio: np.ndarray, rows: np.ndarray) ->
     return {
         "surprise": token_mean(-deviation, rows),
         "weighted_surprise": token_mean(-deviation * np.exp(log_ratio), rows),
-        "variance": float(np.mean(deviation**2)),
+        "variance": np.mean(deviation**2),
         "power": slope.mean,
         "power_margin": 2 * slope.error + unexplained,
         "alignment": alignment,
@@ -435,7 +435,7 @@ def _spread(log_p: np.ndarray, log_q: np.ndarray, rows: np.ndarray) -> TokenMean
         return TokenMean(mean=0.0, error=np.inf)
     change_q = (((log_q - log_q.mean()) / log_q.std()) ** 2 - 1) / 2
     change_p = (((log_p - log_p.mean()) / log_p.std()) ** 2 - 1) / 2
-    mean = float(np.log(log_q.std() / log_p.std()))
+    mean = np.log(log_q.std() / log_p.std())
     return dataclasses.replace(token_mean(change_q - change_p, rows), mean=mean)
 
 
@@ -446,10 +446,10 @@ def _slope(x: np.ndarray, y: np.ndarray, rows: np.ndarray) -> TokenMean:
     """
     x = x - x.mean()
     y = y - y.mean()
-    square = float(np.mean(x**2))
+    square = np.mean(x**2)
     if not square:
         return TokenMean(mean=0.0, error=np.inf)
-    slope = float(np.mean(x * y)) / square
+    slope = np.mean(x * y) / square
     return dataclasses.replace(token_mean(x * (y - slope * x) / square, rows), mean=slope)
 
 

@@ -172,10 +172,10 @@ class TokenMean:
 UNKNOWN = TokenMean(mean=np.nan, error=np.nan)
 
 
-def pearson(x: np.ndarray, y: np.ndarray) -> float:
-    """Pearson's, in float64; 0 for a constant or fewer than three values."""
-    if len(x) > 2 and x.min() < x.max() and y.min() < y.max():
-        return float(np.corrcoef(x.astype(np.float64), y.astype(np.float64))[0, 1])
+def pearson(x: np.ndarray, y: np.ndarray, fewest: int = 3) -> float:
+    """Pearson's correlation, in float64; 0 for a constant or fewer than `fewest` values."""
+    if len(x) >= fewest and x.min() < x.max() and y.min() < y.max():
+        return np.corrcoef(x, y)[0, 1]
     return 0.0
 
 
@@ -243,7 +243,7 @@ class Statistics:
 def mean_of(values: np.ndarray) -> float:
     """The mean; NaN of nothing."""
     if len(values):
-        return float(values.mean())
+        return values.mean()
     return np.nan
 
 
@@ -273,24 +273,24 @@ def measure(pairs: TokenPairs, tolerance: float | None = None) -> Statistics:
     if tolerance is None:
         tolerance = completions_over = np.nan
     else:
-        completions_over = float(np.mean(means_by_completion(pairs) > tolerance))
+        completions_over = np.mean(means_by_completion(pairs) > tolerance)
     return Statistics(
         tokens=len(delta),
         completions=len(pairs.lengths),
-        mean=float(delta.mean()),
-        p50=float(p50),
-        p99=float(p99),
-        max=float(delta.max()),
-        k1=float(-log_ratio.mean()),
-        k3=float(np.mean(np.expm1(log_ratio) - log_ratio)),
-        median_log_ratio=float(np.median(np.abs(log_ratio))),
-        pearson=_pearson(p, q),
-        effective_sample_size=float(sample_size),
-        displacement_mean=float(displacement.mean()),
-        displacement_abs_mean=float(size.mean()),
-        displacement_abs_p50=float(size_p50),
-        displacement_abs_p95=float(size_p95),
-        displacement_abs_p99=float(size_p99),
+        mean=delta.mean(),
+        p50=p50,
+        p99=p99,
+        max=delta.max(),
+        k1=-log_ratio.mean(),
+        k3=np.mean(np.expm1(log_ratio) - log_ratio),
+        median_log_ratio=np.median(np.abs(log_ratio)),
+        pearson=pearson(p, q, fewest=2),
+        effective_sample_size=sample_size,
+        displacement_mean=displacement.mean(),
+        displacement_abs_mean=size.mean(),
+        displacement_abs_p50=size_p50,
+        displacement_abs_p95=size_p95,
+        displacement_abs_p99=size_p99,
         completions_over=completions_over,
         tolerance=tolerance,
     )
@@ -300,12 +300,6 @@ def _log_odds(logprobs: np.ndarray) -> np.ndarray:
     """[n] float64, log p - log(1 - p), finite: p is at most 1 - 2^-24, float32's last below 1."""
     x = np.clip(logprobs.astype(np.float64), -1e4, -(2.0**-24))
     return x - np.log(-np.expm1(x))
-
-
-def _pearson(x: np.ndarray, y: np.ndarray) -> float:
-    if x.min() == x.max() or y.min() == y.max():
-        return 0.0
-    return float(np.clip(np.corrcoef(x, y)[0, 1], -1.0, 1.0))
 
 
 _FLOORS = 2.0

@@ -116,9 +116,9 @@ def _temperature_by_spread(evidence: Evidence) -> CauseAndLines:
     # A cut alone makes every token that is left likelier; a power makes some less likely.
     if evidence.lowered < _LEAST_LOWERED and is_cut(evidence):
         return "", ()
-    power = float(np.expm1(spread.mean))
-    low = float(np.expm1(spread.mean - spread.margin))
-    high = float(np.expm1(spread.mean + spread.margin))
+    power = np.expm1(spread.mean)
+    low = np.expm1(spread.mean - spread.margin)
+    high = np.expm1(spread.mean + spread.margin)
     # The spread of log p shrinks with the temperature too, so the power is larger than it says.
     if power > 0:
         high = 3 * high
