@@ -19,7 +19,7 @@ from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, collect
 from dcmdp_jax.data.packing import one_a_row
 from dcmdp_jax.engines import engine_kind, process_memory, protocol
-from dcmdp_jax.engines.local.sizes import round_up
+from dcmdp_jax.engines.local.sizes import length_bucket, round_up
 from dcmdp_jax.engines.registry import ENGINES, find_engine
 from dcmdp_jax.errors import UserError, shorten, suggestion
 from dcmdp_jax.models import decoder, hf_weights
@@ -181,33 +181,28 @@ _MOST_ROWS = 32
 """Rows in one call, at most."""
 _ROWS = 8
 """Rows of a call are a multiple of it, where there are as many, so that few shapes compile."""
-_SHORTEST = 16
-"""Tokens of the shortest row; longer ones are a multiple of it."""
+_TOKENS = 16
+"""Tokens of a row are a multiple of it."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainingStack:
-    """Scores completions with the forward pass of the training step, on one device."""
+    """Scores completions with the forward pass of the training step, on one device.
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        params: Params,
-        *,
-        compute: decoder.Compute,
-        scheme: Scheme = FULL,
-    ) -> None:
-        """Keep the parameters; nothing is compiled yet.
+    Nothing is compiled before the first call.
 
-        Args:
-            config: the model.
-            params: the trainer's parameters.
-            compute: dtype and kernel of the forward pass.
-            scheme: roundings of an engine that it repeats.
-        """
-        self._config = config
-        self._params = params
-        self._compute = compute
-        self._scheme = scheme
+    Attributes:
+        config: the model.
+        params: the trainer's parameters.
+        compute: dtype and kernel of the forward pass.
+        scheme: roundings of an engine that it repeats.
+    """
+
+    config: ModelConfig
+    params: Params
+    _: dataclasses.KW_ONLY
+    compute: decoder.Compute
+    scheme: Scheme = FULL
 
     def score(self, prompts: Ragged, completions: Ragged, *, temperature: float) -> Ragged:
         """Log-probs, float32 nats, one array for each completion."""
@@ -221,8 +216,8 @@ class TrainingStack:
         temperature: float,
     ) -> tuple[Ragged, Ragged]:
         """Log-probs and entropies, float32 nats, one array each for each completion."""
-        program = _program(self._config, self._compute, self._scheme, temperature)
-        run = functools.partial(program, self._params)
+        program = _program(self.config, self.compute, self.scheme, temperature)
+        run = functools.partial(program, self.params)
         results = in_rows(run, prompts, completions)
         return [logprobs for logprobs, _ in results], [entropies for _, entropies in results]
 
@@ -235,8 +230,8 @@ class TrainingStack:
         temperature: float,
     ) -> Ragged:
         """Log-probs of listed ids [T_i, k] in the place of each token, float32 nats, likewise."""
-        program = _program(self._config, self._compute, self._scheme, temperature, listed=True)
-        run = functools.partial(program, self._params)
+        program = _program(self.config, self.compute, self.scheme, temperature, listed=True)
+        run = functools.partial(program, self.params)
         return [logprobs for (logprobs,) in in_rows(run, prompts, completions, listed)]
 
     def close(self) -> None:
@@ -290,11 +285,11 @@ def in_rows(
     totals = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
     buckets: dict[int, list[int]] = {}
     for index, total in enumerate(totals):
-        buckets.setdefault(max(_SHORTEST, 1 << (total - 1).bit_length()), []).append(index)
+        buckets.setdefault(length_bucket(total), []).append(index)
 
     results: dict[int, np.ndarray] = {}
     for _, members in sorted(buckets.items()):
-        length = round_up(max(totals[index] for index in members), _SHORTEST)
+        length = round_up(max(totals[index] for index in members), _TOKENS)
         count = len(members)
         if count >= _ROWS:
             count = min(_MOST_ROWS, round_up(count, _ROWS))
@@ -399,7 +394,10 @@ def build(spec: ProbeSpec, policy: Policy, *, directory: Path, max_total_tokens:
     params = policy.params
     if spec.kind == "trainer":
         compute = decoder.Compute(dtype=spec.compute, logprob_chunk=LOGPROB_CHUNK)
-        return TrainingStack(config, params, compute=compute, scheme=_scheme(spec, config))
+        scheme = FULL
+        if spec.like:
+            scheme = _scheme(spec.like, spec.cache, config)
+        return TrainingStack(config, params, compute=compute, scheme=scheme)
     if spec.kind == "hf":
         return HuggingFace(config, params, directory)
     kind = spec.record
@@ -445,35 +443,18 @@ def cache_rounding(spec: ProbeSpec) -> str:
     if spec.kind not in TRAINABLE:
         return "fp8"
     cache = spec.cache if spec.cache in spec.record.emulated_caches else "fp8"
-    trainer = ProbeSpec(
-        kind="trainer",
-        precision="float32",
-        compute="float32",
-        cache=cache,
-        like=f"{spec.kind}:full",
-    )
-    return _scheme(trainer, None).cache
+    return _scheme(f"{spec.kind}:full", cache, None).cache
 
 
-def _scheme(spec: ProbeSpec, config: ModelConfig | None) -> Scheme:
-    """The roundings that the trainer repeats, of the engine `like`."""
-    if not spec.like:
-        return FULL
-    name, _, precision = spec.like.partition(":")
-    kind = find_engine(name)
-    arguments = engine_kind.EngineArguments(
-        model=config,
-        precision=precision,
-        compute_dtype=kind.quantized_compute,
-        kv_cache_dtype=spec.cache,
-        max_total_tokens=0,
-        max_rows=0,
-        min_rows=0,
-        settings=kind.settings(),
-    )
+def _scheme(like: str, cache: str, config: ModelConfig | None) -> Scheme:
+    """The roundings of an engine, KIND:PRECISION, and its cache that the trainer repeats."""
+    name, _, precision = like.partition(":")
+    kind = TRAINABLE[name]
     if precision not in kind.emulated:
         precision = "full"
-    cache = spec.cache if spec.cache in kind.emulated_caches else "full"
+    if cache not in kind.emulated_caches:
+        cache = "full"
+    arguments = engine_kind.EngineArguments(model=config, settings=kind.settings())
     return kind.scheme(arguments, precision, cache, jax.default_backend())
 
 
