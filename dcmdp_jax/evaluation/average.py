@@ -79,12 +79,12 @@ class EvaluationResult:
         averages = self.problem_averages
         if len(averages) < 2:
             return float("nan")
-        return float(averages.std(ddof=1) / np.sqrt(len(averages)))
+        return averages.std(ddof=1) / np.sqrt(len(averages))
 
     @property
     def length_mean(self) -> float:
         """Sampled tokens of a completion."""
-        return float(self.lengths.mean(dtype=np.float64))
+        return self.lengths.mean(dtype=np.float64)
 
     def interval(self, *, seed: int) -> tuple[float, float]:
         """95% bootstrap interval of `average` over problems; NaN with one problem."""
@@ -100,7 +100,8 @@ COLUMNS = {
     "answers": object,
 }
 """Fields of a result with a value for each completion -> dtype."""
-UNJUDGED = ("timeouts", "errors", "over_budget")
+UNJUDGED = {f"verifier_{name}": name for name in ("timeouts", "errors", "over_budget")}
+"""Key of `EvaluationResult.unjudged` -> field of `rewards.math.verifier.Grades`."""
 _SHOWN = 200
 """Last characters of a prompt or completion that an example shows."""
 
@@ -237,12 +238,12 @@ def evaluate(
     # Only `math` finds answers and grades them.
     answers = np.full(shape, None)
     unparsed = np.zeros(shape, bool)
-    unjudged = {f"verifier_{name}": 0 for name in UNJUDGED}
+    unjudged = dict.fromkeys(UNJUDGED, 0)
     if scores.grades is not None:
         read_answers = [evaluator.scorer.verifier.found_answer(text) for text in texts]
         answers = np.array(read_answers, object).reshape(shape)
         unparsed = np.equal(answers, None)
-        unjudged = {f"verifier_{name}": getattr(scores.grades, name) for name in UNJUDGED}
+        unjudged = {key: getattr(scores.grades, name) for key, name in UNJUDGED.items()}
 
     # The values of a single reward are the scores.
     values = {}

@@ -65,7 +65,7 @@ def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
         means.append(values[resample].mean())
     lower = np.quantile(means, (1 - _LEVEL) / 2)
     upper = np.quantile(means, (1 + _LEVEL) / 2)
-    return float(lower), float(upper)
+    return lower, upper
 
 
 def t_quantile(count: int, level: float = _LEVEL) -> float:

@@ -95,12 +95,12 @@ def held_out_metrics(result: EvaluationResult) -> dict[str, float]:
     task = result.task.removeprefix("eval/")
     metrics = {
         f"eval/{task}/avg@{result.samples}": result.average,
-        f"eval/{task}/pass@{result.samples}": float(result.pass_at[-1]),
+        f"eval/{task}/pass@{result.samples}": result.pass_at[-1],
     }
     for name, values in result.values.items():
         finite = values[np.isfinite(values)]
         if finite.size:
-            metrics[f"eval_reward/{task}/{name}"] = float(finite.mean(dtype=np.float64))
+            metrics[f"eval_reward/{task}/{name}"] = finite.mean(dtype=np.float64)
     for name, (total, count) in result.logged.items():
         metrics[f"eval_logged/{task}/{name}"] = total / count
     if len(result.scores) > 1:

@@ -139,14 +139,9 @@ def _shifts(pairs: TokenPairs) -> np.ndarray:
     30% of the mean |d|, significantly. A completion that was re-tokenized is shifted too, from its
     break on: at least half of the completions whose later tokens are nearer must be candidates.
     """
-    shifts = np.zeros(len(pairs.lengths), np.int64)
-    best_gain = np.zeros(len(pairs.lengths))
-    for by in _SHIFTS:
-        gain = _shift_gain(pairs, by)
-        better = gain > best_gain
-        shifts[better] = by
-        best_gain[better] = gain[better]
-    return shifts
+    no_gain = np.zeros(len(pairs.lengths))
+    gains = [no_gain, *(_shift_gain(pairs, by) for by in _SHIFTS)]
+    return np.array((0, *_SHIFTS))[np.argmax(gains, axis=0)]
 
 
 def _shift_gain(pairs: TokenPairs, by: int) -> np.ndarray:

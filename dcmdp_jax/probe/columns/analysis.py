@@ -83,8 +83,8 @@ class WorstToken:
 
 def by_probability(pairs: TokenPairs) -> list[Group]:
     """Groups by q, the probability the engine sampled the token with."""
-    q = np.exp(pairs.rollout_logprobs.astype(np.float64))
-    return _groups(pairs, np.digitize(q, PROBABILITY_EDGES[1:-1]), _ranges(PROBABILITY_EDGES))
+    group = np.digitize(pairs.rollout_probs, PROBABILITY_EDGES[1:-1])
+    return _groups(pairs, group, _ranges(PROBABILITY_EDGES))
 
 
 def by_position(pairs: TokenPairs) -> list[Group]:
@@ -164,8 +164,8 @@ def _in_context(pairs: TokenPairs, row: int, index: int, text: TokenText | None)
         completion=row,
         position=index - int(span.start),
         token_id=int(pairs.token_ids[index]),
-        train=np.exp(np.float64(pairs.train_logprobs[index])),
-        rollout=np.exp(np.float64(pairs.rollout_logprobs[index])),
+        train=pairs.train_probs[index],
+        rollout=pairs.rollout_probs[index],
         before=decoded(index - _CONTEXT_BEFORE, index),
         text=decoded(index, index + 1),
         after=decoded(index + 1, index + 1 + _CONTEXT_AFTER),

@@ -478,12 +478,13 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
     Returns:
         The filled values, None without any; all other tokens.
     """
-    far = np.abs(pairs.train_logprobs - pairs.rollout_logprobs) > _FAR
+    log_p = pairs.train_logprobs
+    log_q = pairs.rollout_logprobs
+    far = np.abs(log_p - log_q) > _FAR
     if not far.any():
         return None, pairs
 
-    columns = {"engine": pairs.rollout_logprobs, "training stack": pairs.train_logprobs}
-    for name, column in columns.items():
+    for name, column, other in (("engine", log_q, log_p), ("training stack", log_p, log_q)):
         values, counts = np.unique(column[far], return_counts=True)
         value = values[counts.argmax()]
         same = column == value
@@ -495,7 +496,7 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
             continue
         if exact.sum() < max(_FEWEST_FILLED, _TIMES_NEAR * near.sum()):
             continue
-        if value == 0 and _left_by_a_cut(pairs, same, column):
+        if value == 0 and _left_by_a_cut(pairs, same, other):
             continue
 
         filled = Filled(
@@ -509,7 +510,7 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
     return None, pairs
 
 
-def _left_by_a_cut(pairs: TokenPairs, zeros: np.ndarray, column: np.ndarray) -> bool:
+def _left_by_a_cut(pairs: TokenPairs, zeros: np.ndarray, other: np.ndarray) -> bool:
     """Whether log-probs of exactly 0 are of tokens that a cut (min-p, top-k of 1) leaves alone.
 
     The engine was all but sure of such a token, so the other column finds it likelier than the
@@ -523,11 +524,10 @@ def _left_by_a_cut(pairs: TokenPairs, zeros: np.ndarray, column: np.ndarray) -> 
     at_edges = 0
     for row in np.split(zeros, pairs.starts[1:]):
         if not row.all():
-            at_edges += int(np.argmin(row)) + int(np.argmin(row[::-1]))
+            at_edges += np.argmin(row) + np.argmin(row[::-1])
     if at_edges >= _AT_EDGES * zeros.sum():
         return False
 
-    other = pairs.train_logprobs if column is pairs.rollout_logprobs else pairs.rollout_logprobs
     far = other < -_FAR
     return mean_of(far[zeros]) < _CUT_FAR * mean_of(far[~zeros])
 

@@ -91,8 +91,8 @@ def _completions(measured: Measured) -> Iterator[page_kit.Completion]:
         yield page_kit.Completion(
             run=measured.name,
             tokens=[decode(token) for token in pairs.token_ids[span].tolist()],
-            train_probs=np.exp(pairs.train_logprobs[span].astype(np.float64)),
-            rollout_probs=np.exp(pairs.rollout_logprobs[span].astype(np.float64)),
+            train_probs=pairs.train_probs[span],
+            rollout_probs=pairs.rollout_probs[span],
         )
 
 
@@ -253,8 +253,8 @@ def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
 def _draw_scatter(pairs: TokenPairs, analysis: Analysis) -> "Figure":
     """Draw p against q of every token, at most 20,000 of them, evenly chosen."""
     every = -(-len(pairs.token_ids) // _POINTS)
-    p = np.exp(pairs.train_logprobs[::every].astype(np.float64))
-    q = np.exp(pairs.rollout_logprobs[::every].astype(np.float64))
+    p = pairs.train_probs[::every]
+    q = pairs.rollout_probs[::every]
     figure, (axes,) = make_figure(5.4, 4.0)
     axes.plot([0, 1], [0, 1], color=INK, linewidth=0.8)
     axes.scatter(q, p, s=5, alpha=0.35, color=COLORS[0], linewidths=0, rasterized=True)

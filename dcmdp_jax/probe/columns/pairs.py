@@ -79,10 +79,20 @@ class TokenPairs:
         """[n] float64, log p - log q, clamped to [-20, 20] as in `algorithm/stats.py`."""
         return np.clip(self.train_logprobs.astype(np.float64) - self.rollout_logprobs, -20.0, 20.0)
 
+    @functools.cached_property
+    def train_probs(self) -> np.ndarray:
+        """[n] float64, p_train."""
+        return np.exp(self.train_logprobs, dtype=np.float64)
+
+    @functools.cached_property
+    def rollout_probs(self) -> np.ndarray:
+        """[n] float64, p_rollout."""
+        return np.exp(self.rollout_logprobs, dtype=np.float64)
+
     @property
     def discrepancy(self) -> np.ndarray:
         """[n] float64, |p_train - p_rollout|."""
-        return probability_difference(self.train_logprobs, self.rollout_logprobs)
+        return np.abs(self.train_probs - self.rollout_probs)
 
 
 def make_pairs(
@@ -261,8 +271,6 @@ def measure(pairs: TokenPairs, tolerance: float | None = None) -> Statistics:
     """
     delta = pairs.discrepancy
     log_ratio = pairs.log_ratio
-    p = np.exp(pairs.train_logprobs, dtype=np.float64)
-    q = np.exp(pairs.rollout_logprobs, dtype=np.float64)
     weights = np.exp(log_ratio - log_ratio.max())
     sample_size = weights.sum() ** 2 / (len(log_ratio) * (weights**2).sum())
     p50, p99 = np.quantile(delta, (0.5, 0.99))
@@ -284,7 +292,7 @@ def measure(pairs: TokenPairs, tolerance: float | None = None) -> Statistics:
         k1=-log_ratio.mean(),
         k3=np.mean(np.expm1(log_ratio) - log_ratio),
         median_log_ratio=np.median(np.abs(log_ratio)),
-        pearson=pearson(p, q, fewest=2),
+        pearson=pearson(pairs.train_probs, pairs.rollout_probs, fewest=2),
         effective_sample_size=sample_size,
         displacement_mean=displacement.mean(),
         displacement_abs_mean=size.mean(),

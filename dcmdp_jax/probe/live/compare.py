@@ -251,7 +251,7 @@ def sampling_floor(
     first = dict(enumerate(episodes[:_SAMPLED_AGAIN]))
     together, alone = sample_alone(engine, first, short, seed=seed, step=0)
     if together.size:
-        return float(probability_difference(together, alone).mean())
+        return probability_difference(together, alone).mean()
     return None
 
 
@@ -278,7 +278,7 @@ def noise_floor(
         )
     ]
     expected = np.concatenate(together[: len(alone)])
-    return float(probability_difference(expected, np.concatenate(alone)).mean())
+    return probability_difference(expected, np.concatenate(alone)).mean()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -330,17 +330,14 @@ class Rescoring:
             pairs: the completions with both log-probs.
             prompt_index: [N] int, the prompt that each of them answers.
         """
-        count = max(1, int(np.searchsorted(np.cumsum(pairs.lengths), _MOST_TOKENS, side="right")))
-        tokens = int(pairs.lengths[:count].sum())
+        count = max(1, np.searchsorted(np.cumsum(pairs.lengths), _MOST_TOKENS, side="right"))
         self._setup = setup
         self._prompt_index = prompt_index[:count]
-        self._completions = np.split(pairs.token_ids[:tokens], pairs.starts[1:count])
-        self._train = pairs.train_logprobs[:tokens]
-        self._rollout = pairs.rollout_logprobs[:tokens]
+        self._pairs = pairs.where(pairs.completion < count)
 
     def rounding(self) -> float:
         """Mean |p - h| of the same model computed in the engine's dtype."""
-        return float(np.mean(probability_difference(self._train, self._plain)))
+        return np.mean(probability_difference(self._pairs.train_logprobs, self._plain))
 
     @functools.cached_property
     def _plain(self) -> np.ndarray:
@@ -411,10 +408,10 @@ class Rescoring:
         return Explanation(name=change.name, cause=change.cause, share=share)
 
     def _share(self, logprobs: np.ndarray) -> float:
-        mismatch = probability_difference(self._train, self._rollout).sum()
+        mismatch = self._pairs.discrepancy.sum()
         if not mismatch:
             return 0.0
-        return float(1 - probability_difference(logprobs, self._rollout).sum() / mismatch)
+        return 1 - probability_difference(logprobs, self._pairs.rollout_logprobs).sum() / mismatch
 
     def _ask(self, change: _Change, factors: Sequence[float] = (1.0,)) -> np.ndarray:
         """Log-probs [K, tokens] at the temperature times each of K factors."""
@@ -432,7 +429,8 @@ class Rescoring:
             compute=Compute(dtype=change.dtype, logprob_chunk=LOGPROB_CHUNK),
             cache=setup.cache,
         )
-        logprobs = in_rows(run, [prompts[index] for index in self._prompt_index], self._completions)
+        completions = np.split(self._pairs.token_ids, self._pairs.starts[1:])
+        logprobs = in_rows(run, [prompts[index] for index in self._prompt_index], completions)
         return np.concatenate(logprobs, axis=1)[: len(factors)]
 
     def _temperature(self) -> Explanation:

@@ -316,20 +316,18 @@ def lift(
     Raises:
         UserError, EngineError, MemoryError: if such an engine does not start or score here.
     """
-    count = min(_MOST_LIFTED, len(pairs.lengths))
-    tokens = int(pairs.lengths[:count].sum())
-    train = pairs.train_logprobs[:tokens]
-    mismatch = pairs.discrepancy[:tokens].sum()
-    asked_prompts = [prompts[index] for index in sampled.prompt_index[:count]]
-    completions = sampled.completion_ids[:count]
+    pairs = pairs.where(pairs.completion < _MOST_LIFTED)
+    mismatch = pairs.discrepancy.sum()
+    asked_prompts = [prompts[index] for index in sampled.prompt_index[:_MOST_LIFTED]]
+    completions = sampled.completion_ids[:_MOST_LIFTED]
 
     lifted = []
     for cause in spec.costs:
         other = spec.without(cause)
         with contextlib.closing(build(other)) as engine:
             logprobs = engine.score(asked_prompts, completions, temperature=temperature)
-        remaining = probability_difference(np.concatenate(logprobs), train).sum()
-        share = float(1 - remaining / mismatch) if mismatch else 0.0
+        remaining = probability_difference(np.concatenate(logprobs), pairs.train_logprobs).sum()
+        share = 1 - remaining / mismatch if mismatch else 0.0
         lifted.append(Lifted(engine=str(other), cause=cause, share=share))
     return lifted
 
