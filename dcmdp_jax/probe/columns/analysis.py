@@ -175,24 +175,21 @@ def _in_context(pairs: TokenPairs, row: int, index: int, text: TokenText | None)
 def _groups(pairs: TokenPairs, group: np.ndarray, labels: list[str]) -> list[Group]:
     """Groups by number, in order, without the empty ones."""
     delta = pairs.discrepancy
-    total = delta.sum()
+    # Of equal columns all shares are 0.
+    total = delta.sum() or 1.0
     counts = np.bincount(group, minlength=len(labels))
     sums = np.bincount(group, delta, len(labels))
     log_ratios = np.bincount(group, np.abs(pairs.log_ratio), len(labels))
-    groups = []
-    for number in np.flatnonzero(counts):
-        tokens = int(counts[number])
-        share = sums[number] / total if total else 0.0
-        groups.append(
-            Group(
-                label=labels[number],
-                tokens=tokens,
-                mean=sums[number] / tokens,
-                share=share,
-                mean_log_ratio=log_ratios[number] / tokens,
-            )
+    return [
+        Group(
+            label=labels[number],
+            tokens=int(counts[number]),
+            mean=sums[number] / counts[number],
+            share=sums[number] / total,
+            mean_log_ratio=log_ratios[number] / counts[number],
         )
-    return groups
+        for number in np.flatnonzero(counts)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -54,9 +54,10 @@ def write(
     completions = []
     for pair, analysis in zip(measured, analyses, strict=True):
         slug = re.sub(r"[^A-Za-z0-9.=_]+", "-", analysis.name).strip("-")
-        figures = []
-        for stem, (caption, draw) in _FIGURES.items():
-            figures.append((f"{slug}-{stem}", caption, draw(pair.pairs, analysis)))
+        figures = [
+            (f"{slug}-{stem}", caption, draw(pair.pairs, analysis))
+            for stem, (caption, draw) in _FIGURES.items()
+        ]
         sections.append((analysis, page_kit.page_figures(figures, out_dir / PLOTS_DIRECTORY)))
         completions += _completions(pair)
 
@@ -127,7 +128,7 @@ def _first_operator(analysis: Analysis) -> list[str]:
     operators = analysis.evidence.operators
     if not operators:
         return []
-    half = float(np.median([operator.relative for operator in operators]))
+    half = np.median([operator.relative for operator in operators])
     outliers = evidence.outliers(operators)
     first = "no outlier"
     if outliers:

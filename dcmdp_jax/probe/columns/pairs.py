@@ -345,14 +345,16 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
     from dcmdp_jax.algorithm.dual import BUDGET_ROOM
 
     if defect is not None:
-        advice = (
-            f"No tolerance c is recommended until this is fixed: {defect}. Fix it and measure "
-            "again."
+        return Recommendation(
+            tolerance=math.nan,
+            reasoning=f"No tolerance c is recommended until this is fixed: {defect}. Fix it and "
+            "measure again.",
         )
-        return Recommendation(tolerance=math.nan, reasoning=advice)
     if mean == 0 and not floor:
-        agreement = "No tolerance c is needed: the two agree to the last bit."
-        return Recommendation(tolerance=math.nan, reasoning=agreement)
+        return Recommendation(
+            tolerance=math.nan,
+            reasoning="No tolerance c is needed: the two agree to the last bit.",
+        )
 
     by_mean = BUDGET_ROOM * mean
     by_floor = _FLOORS * (floor or 0.0)

@@ -288,7 +288,7 @@ def in_rows(
         buckets.setdefault(length_bucket(total), []).append(index)
 
     results: dict[int, np.ndarray] = {}
-    for _, members in sorted(buckets.items()):
+    for members in buckets.values():
         length = round_up(max(totals[index] for index in members), _TOKENS)
         count = len(members)
         if count >= _ROWS:
@@ -474,11 +474,11 @@ def check_same_tokens(
         return
     first_texts = {number: text for text, number in first.items()}
     second_texts = {number: text for text, number in second.items()}
-    differing = []
-    for number in first_texts | second_texts:
-        if first_texts.get(number) != second_texts.get(number):
-            differing.append(number)
-
+    differing = [
+        number
+        for number in first_texts | second_texts
+        if first_texts.get(number) != second_texts.get(number)
+    ]
     number = min(differing)
     raise UserError(
         f"the engines' vocabularies differ in {len(differing)} tokens: token {number} is "
