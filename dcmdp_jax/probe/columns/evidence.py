@@ -543,12 +543,13 @@ def _start(pairs: TokenPairs, mask: np.ndarray) -> dict[str, Any]:
     usual = np.bincount(group[later], size[later], groups) / np.maximum(counts, 1)
 
     comparable = first & (counts[group] >= _FEWEST_ALIKE)
-    if not comparable.any():
-        return {"start": mean_of(size[first]), "start_expected": np.nan, "start_excess": UNKNOWN}
     expected = usual[group[comparable]]
-    excess = size[comparable] - _START_TIMES * expected
+    excess = UNKNOWN
+    if comparable.any():
+        first = comparable
+        excess = token_mean(size[first] - _START_TIMES * expected, pairs.completion[first])
     return {
-        "start": mean_of(size[comparable]),
+        "start": mean_of(size[first]),
         "start_expected": mean_of(expected),
-        "start_excess": token_mean(excess, pairs.completion[comparable]),
+        "start_excess": excess,
     }

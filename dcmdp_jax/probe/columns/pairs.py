@@ -206,7 +206,7 @@ def token_mean(values: np.ndarray, rows: np.ndarray) -> TokenMean:
     count = len(np.unique(rows))
     error = np.inf
     if count > 1:
-        error = float(np.sqrt(count / (count - 1) * (sums @ sums)) / len(values))
+        error = np.sqrt(count / (count - 1) * (sums @ sums)) / len(values)
     return TokenMean(mean=mean, error=error, completions=count)
 
 

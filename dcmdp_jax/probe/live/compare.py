@@ -345,23 +345,6 @@ class Rescoring:
 
     def explanations(self) -> Iterator[Explanation]:
         """Every re-scoring, the most probable and cheapest first."""
-        yield from self._other_precisions()
-        yield self._temperature()
-        for name, prompts in self._setup.prompt_variants.items():
-            yield self._explanation(
-                _Change(
-                    name=f"the prompt rendered as {name}",
-                    cause="chat_template",
-                    prompts=prompts,
-                )
-            )
-        for name, earlier in self._setup.earlier.items():
-            yield self._explanation(
-                _Change(name=f"the weights of {name}", cause="stale_weights", params=earlier)
-            )
-            yield from self._unsynchronized(name, earlier)
-
-    def _other_precisions(self) -> Iterator[Explanation]:
         setup = self._setup
         if setup.as_rounded is not None:
             yield self._explanation(
@@ -376,31 +359,42 @@ class Rescoring:
             cause="rounding",
             share=self._share(self._plain),
         )
-        for change in self._emulated():
+        for change in self._other_precisions():
             yield self._explanation(change)
-        yield self._explanation(
-            _Change(
-                name="fp8 weights, a scale for each block of 128 x 128",
-                cause="quantized_weights",
-                params=_in_blocks(setup.params, setup.config),
+        yield self._temperature()
+        for name, prompts in setup.prompt_variants.items():
+            yield self._explanation(
+                _Change(
+                    name=f"the prompt rendered as {name}",
+                    cause="chat_template",
+                    prompts=prompts,
+                )
             )
-        )
-        if setup.compute != "float32":
-            yield self._explanation(_Change(name="the model in float32", cause="rounding"))
+        for name, earlier in setup.earlier.items():
+            yield self._explanation(
+                _Change(name=f"the weights of {name}", cause="stale_weights", params=earlier)
+            )
+            yield from self._unsynchronized(name, earlier)
 
-    def _emulated(self) -> Iterator[_Change]:
-        """Quantizations, in the engine's dtype, those of its own settings first."""
+    def _other_precisions(self) -> Iterator[_Change]:
+        """Quantizations, those of the engine's own settings first, and float32."""
         setup = self._setup
-        changes = sorted(_EMULATED, key=lambda change: change.cause not in setup.settings)
         if setup.precision in GROUPED:
-            in_groups = _Change(
+            yield _Change(
                 name=f"{setup.precision} weights, a scale for each group",
                 cause="quantized_weights",
+                dtype=setup.compute,
                 precision=setup.precision,
             )
-            changes.insert(0, in_groups)
-        for change in changes:
+        for change in sorted(_EMULATED, key=lambda change: change.cause not in setup.settings):
             yield dataclasses.replace(change, dtype=setup.compute)
+        yield _Change(
+            name="fp8 weights, a scale for each block of 128 x 128",
+            cause="quantized_weights",
+            params=_in_blocks(setup.params, setup.config),
+        )
+        if setup.compute != "float32":
+            yield _Change(name="the model in float32", cause="rounding")
 
     def _explanation(self, change: _Change) -> Explanation:
         share = self._share(self._ask(change))

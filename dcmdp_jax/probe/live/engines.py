@@ -70,10 +70,12 @@ class ProbeSpec:
     @property
     def costs(self) -> dict[str, str]:
         """Cause of `columns.causes` -> the setting that has it as its price."""
+        if self.record is None:
+            return {}
         costs = {}
-        if self.record is not None and self.precision in self.record.quantized:
+        if self.precision in self.record.quantized:
             costs["quantized_weights"] = f"the engine's weights are {self.precision}"
-        if self.record is not None and self.cache != "auto":
+        if self.cache != "auto":
             costs["quantized_cache"] = f"the engine's key-value cache is {self.cache}"
         return costs
 
