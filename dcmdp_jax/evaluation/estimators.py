@@ -26,14 +26,12 @@ def pass_at_every_k(correct: np.ndarray, samples: int) -> np.ndarray:
     Raises:
         ValueError: if a count is outside 0 to n.
     """
-    correct = np.asarray(correct)
     impossible = (correct < 0) | (correct > samples)
     if samples < 1 or np.any(impossible):
         raise ValueError(
             f"correct: got {correct.tolist()}, each must be from 0 to samples = {samples}"
         )
-    drawn = np.arange(samples)
-    remaining = samples - drawn
+    remaining = np.arange(samples, 0, -1)
     wrong_left = remaining - correct[:, None]
     # Once no wrong answer is left to draw the factor is 0, and so is every later product.
     wrong_left = np.maximum(wrong_left, 0)
@@ -54,7 +52,6 @@ def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
     Returns:
         Lower and upper end; NaN with one problem.
     """
-    values = np.asarray(values, np.float64)
     problems = len(values)
     if problems < 2:
         return float("nan"), float("nan")

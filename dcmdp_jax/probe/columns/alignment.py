@@ -93,8 +93,9 @@ def align(pairs: TokenPairs) -> tuple[np.ndarray, Alignment]:
         mask[:] = True
     correlations = {}
     for by in (0, *_SHIFTS):
-        early, late = _lagged(pairs, mask, by)
-        correlations[by] = pearson(pairs.train_logprobs[early], pairs.rollout_logprobs[late])
+        early = _lagged(pairs, by)
+        early = early[mask[early]]
+        correlations[by] = pearson(pairs.train_logprobs[early], pairs.rollout_logprobs[early + by])
 
     exchanged = unrelated = np.zeros_like(shifted)
     if shifted.mean() <= ALL_SHIFTED:
@@ -116,19 +117,15 @@ def align(pairs: TokenPairs) -> tuple[np.ndarray, Alignment]:
     return shifted | exchanged | unrelated, alignment
 
 
-def _lagged(pairs: TokenPairs, mask: np.ndarray, by: int) -> tuple[np.ndarray, np.ndarray]:
-    """Indices of masked tokens, and of the tokens `by` places later in the same completions.
-
-    A token without a later one in its completion is left out.
+def _lagged(pairs: TokenPairs, by: int) -> np.ndarray:
+    """Indices of the tokens that have another one `by` places later in their completions.
 
     Args:
         pairs: the tokens.
-        mask: [n] bool.
         by: places; negative for earlier ones.
     """
     later = pairs.position + by
-    early = np.flatnonzero(mask & (later >= 0) & (later < pairs.lengths[pairs.completion]))
-    return early, early + by
+    return np.flatnonzero((later >= 0) & (later < pairs.lengths[pairs.completion]))
 
 
 def _shifts(pairs: TokenPairs) -> np.ndarray:
@@ -148,10 +145,10 @@ def _shift_gain(pairs: TokenPairs, by: int) -> np.ndarray:
     """[N] float, what a shift takes from each completion's sum of |d|; 0 if it is no shift."""
     count = len(pairs.lengths)
     none = np.zeros(count)
-    early, late = _lagged(pairs, np.ones(len(pairs.token_ids), bool), by)
+    early = _lagged(pairs, by)
     if len(early) < _FEWEST_LAGGED:
         return none
-    shifted = pairs.train_logprobs[early] - pairs.rollout_logprobs[late].astype(np.float64)
+    shifted = pairs.train_logprobs[early] - pairs.rollout_logprobs[early + by].astype(np.float64)
     after = np.abs(shifted)
     before = np.abs(pairs.log_ratio[early])
     gain = before - after
@@ -312,8 +309,8 @@ def find_breaks(pairs: TokenPairs, misplaced: np.ndarray) -> tuple[np.ndarray, t
     wild = (np.maximum.reduceat(size, pairs.starts) > LARGE_LOG_RATIO) & ~misplaced
     wild_rows = np.flatnonzero(wild)
 
-    broken = np.zeros(len(wild), bool)
-    after = np.zeros(len(size), bool)
+    broken = np.zeros_like(wild)
+    after = np.zeros_like(size, bool)
     for row in wild_rows:
         span = pairs.span(row)
         first_wild = break_at(size[span])

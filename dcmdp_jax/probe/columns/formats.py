@@ -282,7 +282,7 @@ def _load_torch(path: Path) -> Any:
         ) from None
 
 
-_PLACE = ("step", "rank", "framework", "export_step")
+_PLACE = ("step", "rank", "framework")
 _SHOWN = ("reward", "advantage", "advantages", "prompt_id", "prompt_token_ids")
 """Columns that `dcmdp view` shows of a completion."""
 

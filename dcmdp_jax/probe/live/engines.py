@@ -289,7 +289,7 @@ def in_rows(
     for index, total in enumerate(totals):
         buckets.setdefault(length_bucket(total), []).append(index)
 
-    results: dict[int, np.ndarray] = {}
+    results = [None] * len(totals)
     for members in buckets.values():
         length = round_up(max(totals[index] for index in members), _TOKENS)
         count = len(members)
@@ -309,7 +309,7 @@ def in_rows(
             outputs = np.asarray(run(rows))
             for row, index in enumerate(indices):
                 results[index] = outputs[:, row, len(prompts[index]) : totals[index]].copy()
-    return [results[index] for index in range(len(totals))]
+    return results
 
 
 def in_places(rows: Rows, values: np.ndarray) -> np.ndarray:
@@ -506,7 +506,6 @@ class HuggingFace:
             raise UserError(
                 "engine hf: torch is not installed (BUILD.md tells how to get its CPU build)"
             ) from None
-        self._torch = torch
         hf_weights.save_params(
             params,
             config,
@@ -521,7 +520,8 @@ class HuggingFace:
 
     def score(self, prompts: Ragged, completions: Ragged, *, temperature: float) -> Ragged:
         """Log-probs, float32 nats, one array for each completion."""
-        torch = self._torch
+        import torch
+
         scores = []
         with torch.no_grad():
             for prompt, completion in zip(prompts, completions, strict=True):
