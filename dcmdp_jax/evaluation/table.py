@@ -218,10 +218,7 @@ def format_comparison(runs: Sequence[Scores]) -> str:
 
 def _position(task: str) -> int:
     """Place in the paper's order; others come after its benchmarks."""
-    names = list(_BENCHMARKS)
-    if task.lower() in names:
-        return names.index(task.lower())
-    return len(names)
+    return [*_BENCHMARKS, task.lower()].index(task.lower())
 
 
 def column_name(task: str) -> str:

@@ -184,7 +184,7 @@ def _unrelated(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
     unrelated ones must not.
     """
     rows = pairs.completion
-    # Other prompts make the first tokens unrelated too; that is told apart by `_start`.
+    # Other prompts make the first tokens unrelated too; that is told apart by `Evidence.start`.
     first = (pairs.position >= START_TOKENS) & (pairs.position < _FIRST_TOKENS)
     unrelated = ~shifted
     if correlation_at(pairs, unrelated[rows]) >= _UNRELATED:
@@ -318,7 +318,7 @@ def find_breaks(pairs: TokenPairs, misplaced: np.ndarray) -> tuple[np.ndarray, t
             broken[row] = True
             after[span][first_wild:] = True
 
-    # Other prompts make first tokens unrelated too; that is told apart by `_start`.
+    # Other prompts make first tokens unrelated too; that is told apart by `Evidence.start`.
     before = ~after & (pairs.position >= START_TOKENS) & ~misplaced[pairs.completion]
     low = correlation_at(pairs, after)
     high = correlation_at(pairs, before)

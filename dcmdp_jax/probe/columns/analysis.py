@@ -89,9 +89,8 @@ def by_probability(pairs: TokenPairs) -> list[Group]:
 
 def by_position(pairs: TokenPairs) -> list[Group]:
     """Groups by place in the completion: 1, 2, 3-4, 5-8, ..."""
-    later = pairs.position > 0
-    group = np.zeros(len(later), np.int64)
-    group[later] = np.floor(np.log2(pairs.position[later])).astype(np.int64) + 1
+    # 0 of the first token, else the whole part of log2(position) and one more.
+    _, group = np.frexp(pairs.position)
     labels = ["1", "2"]
     for power in range(1, int(group.max())):
         labels.append(f"{2**power + 1} - {2 ** (power + 1)}")

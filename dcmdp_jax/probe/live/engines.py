@@ -476,11 +476,7 @@ def check_same_tokens(
         return
     first_texts = {number: text for text, number in first.items()}
     second_texts = {number: text for text, number in second.items()}
-    differing = [
-        number
-        for number in first_texts | second_texts
-        if first_texts.get(number) != second_texts.get(number)
-    ]
+    differing = {number for number, _ in first_texts.items() ^ second_texts.items()}
     number = min(differing)
     raise UserError(
         f"the engines' vocabularies differ in {len(differing)} tokens: token {number} is "
