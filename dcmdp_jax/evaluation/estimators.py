@@ -60,8 +60,7 @@ def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
     for _ in range(_RESAMPLES):
         resample = random.integers(problems, size=problems)
         means.append(values[resample].mean())
-    lower = np.quantile(means, (1 - _LEVEL) / 2)
-    upper = np.quantile(means, (1 + _LEVEL) / 2)
+    lower, upper = np.quantile(means, ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2))
     return lower, upper
 
 

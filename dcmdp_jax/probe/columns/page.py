@@ -297,16 +297,10 @@ def _draw_operators(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
     for name in dict.fromkeys(operator.operator for operator in operators):
         # Before the first layer, or after the last.
         outside = -1 if name == "embedding" else layers
-        layer_numbers = []
-        values = []
-        for operator in operators:
-            if operator.operator == name:
-                layer = operator.layer
-                if layer is None:
-                    layer = outside
-                layer_numbers.append(layer)
-                values.append(max(operator.relative, _LEAST_DRAWN))
-        axes.plot(layer_numbers, values, "o-", color=next(colors), markersize=3, label=name)
+        alike = [operator for operator in operators if operator.operator == name]
+        numbers = [outside if operator.layer is None else operator.layer for operator in alike]
+        values = [max(operator.relative, _LEAST_DRAWN) for operator in alike]
+        axes.plot(numbers, values, "o-", color=next(colors), markersize=3, label=name)
     axes.set_yscale("log")
     style_axes(axes, x="layer", y="relative difference", legend=True)
     return figure
