@@ -100,8 +100,7 @@ COLUMNS = {
     "answers": object,
 }
 """Fields of a result with a value for each completion -> dtype."""
-UNJUDGED = {f"verifier_{name}": name for name in ("timeouts", "errors", "over_budget")}
-"""Key of `EvaluationResult.unjudged` -> field of `rewards.math.verifier.Grades`."""
+UNJUDGED = ("timeouts", "errors", "over_budget")
 _SHOWN = 200
 """Last characters of a prompt or completion that an example shows."""
 
@@ -238,12 +237,12 @@ def evaluate(
     # Only `math` finds answers and grades them.
     answers = np.full(shape, None)
     unparsed = np.zeros(shape, bool)
-    unjudged = dict.fromkeys(UNJUDGED, 0)
+    unjudged = {f"verifier_{name}": 0 for name in UNJUDGED}
     if scores.grades is not None:
         read_answers = [evaluator.scorer.verifier.found_answer(text) for text in texts]
         answers = np.array(read_answers, object).reshape(shape)
         unparsed = np.equal(answers, None)
-        unjudged = {key: getattr(scores.grades, name) for key, name in UNJUDGED.items()}
+        unjudged = {f"verifier_{name}": getattr(scores.grades, name) for name in UNJUDGED}
 
     # The values of a single reward are the scores.
     values = {}

@@ -31,7 +31,8 @@ def pass_at_every_k(correct: np.ndarray, samples: int) -> np.ndarray:
         raise ValueError(
             f"correct: got {correct.tolist()}, each must be from 0 to samples = {samples}"
         )
-    remaining = np.arange(samples, 0, -1)
+    drawn = np.arange(samples)
+    remaining = samples - drawn
     wrong_left = remaining - correct[:, None]
     # Once no wrong answer is left to draw the factor is 0, and so is every later product.
     wrong_left = np.maximum(wrong_left, 0)
@@ -60,7 +61,8 @@ def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
     for _ in range(_RESAMPLES):
         resample = random.integers(problems, size=problems)
         means.append(values[resample].mean())
-    lower, upper = np.quantile(means, ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2))
+    lower = np.quantile(means, (1 - _LEVEL) / 2)
+    upper = np.quantile(means, (1 + _LEVEL) / 2)
     return lower, upper
 
 

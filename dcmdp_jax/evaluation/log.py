@@ -180,7 +180,7 @@ def _result(closing: _Record, problems: Sequence[_Record]) -> EvaluationResult:
     return EvaluationResult(
         task=closing["task"],
         **{name: column(name) for name in COLUMNS},
-        unjudged={key: closing[key] for key in UNJUDGED},
+        unjudged={f"verifier_{name}": closing[f"verifier_{name}"] for name in UNJUDGED},
     )
 
 

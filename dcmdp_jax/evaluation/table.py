@@ -218,7 +218,9 @@ def format_comparison(runs: Sequence[Scores]) -> str:
 
 def _position(task: str) -> int:
     """Place in the paper's order; others come after its benchmarks."""
-    return [*_BENCHMARKS, task.lower()].index(task.lower())
+    name = task.lower()
+    names = [*_BENCHMARKS, name]
+    return names.index(name)
 
 
 def column_name(task: str) -> str:

@@ -161,7 +161,8 @@ class TokenMean:
         first = (z**2 + 1) / 4
         second = (5 * z**4 + 16 * z**2 + 3) / 96
         third = (3 * z**6 + 19 * z**4 + 17 * z**2 - 15) / 384
-        return z * self.error * (1 + first / df + second / df**2 + third / df**3)
+        correction = 1 + first / df + second / df**2 + third / df**3
+        return z * self.error * correction
 
     def above(self, value: float, by: float = LEAST_DEVIATION) -> bool:
         """Above `value` by `by` and the margin."""
@@ -206,7 +207,8 @@ def token_mean(values: np.ndarray, rows: np.ndarray) -> TokenMean:
     count = len(np.unique(rows))
     error = np.inf
     if count > 1:
-        error = np.sqrt(count / (count - 1) * (sums @ sums)) / len(values)
+        variance = count / (count - 1) * (sums @ sums)
+        error = np.sqrt(variance) / len(values)
     return TokenMean(mean=mean, error=error, completions=count)
 
 

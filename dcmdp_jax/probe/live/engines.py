@@ -218,7 +218,12 @@ class TrainingStack:
         temperature: float,
     ) -> tuple[Ragged, Ragged]:
         """Log-probs and entropies, float32 nats, one array each for each completion."""
-        program = _program(self.config, self.compute, self.scheme, temperature)
+        program = _program(
+            self.config,
+            self.compute,
+            self.scheme,
+            temperature,
+        )
         run = functools.partial(program, self.params)
         results = in_rows(run, prompts, completions)
         return [logprobs for logprobs, _ in results], [entropies for _, entropies in results]
@@ -232,7 +237,13 @@ class TrainingStack:
         temperature: float,
     ) -> Ragged:
         """Log-probs of listed ids [T_i, k] in the place of each token, float32 nats, likewise."""
-        program = _program(self.config, self.compute, self.scheme, temperature, listed=True)
+        program = _program(
+            self.config,
+            self.compute,
+            self.scheme,
+            temperature,
+            listed=True,
+        )
         run = functools.partial(program, self.params)
         return [logprobs for (logprobs,) in in_rows(run, prompts, completions, listed)]
 
