@@ -193,7 +193,8 @@ def _unrelated(pairs: TokenPairs, shifted: np.ndarray) -> np.ndarray:
         unrelated = np.zeros_like(shifted)
 
     tokens = unrelated[rows]
-    capped = np.minimum(np.exp(pairs.log_ratio[tokens]), RATIO_CAP)
+    ratio = np.exp(pairs.log_ratio[tokens])
+    capped = np.minimum(ratio, RATIO_CAP)
     if tokens.any() and token_mean(capped, rows[tokens]).above(1):
         return unrelated
     return np.zeros_like(shifted)
@@ -205,7 +206,8 @@ def _far_below_others(pairs: TokenPairs, shifted: np.ndarray, first: np.ndarray)
     none = np.zeros_like(shifted)
     correlations = [correlation_at(pairs, pairs.span(row)) for row in range(len(shifted))]
     error = 1 / np.sqrt(np.maximum(pairs.lengths - 3, 1))
-    low = fisher_z(np.array(correlations)) + CERTAIN * error < np.arctanh(RELATED)
+    largest = fisher_z(np.array(correlations)) + CERTAIN * error
+    low = largest < np.arctanh(RELATED)
     unrelated = ~shifted & low & (pairs.lengths > _FIRST_TOKENS)
     others = ~(unrelated | shifted)
     if unrelated.sum() < 2 or correlation_at(pairs, others[rows]) < RELATED:
@@ -213,10 +215,12 @@ def _far_below_others(pairs: TokenPairs, shifted: np.ndarray, first: np.ndarray)
 
     size = np.abs(pairs.log_ratio)
     later = pairs.position >= _FIRST_TOKENS
-    first_mean = np.bincount(rows[first], size[first], len(low)) / (_FIRST_TOKENS - START_TOKENS)
+    first_sum = np.bincount(rows[first], size[first], len(low))
+    first_mean = first_sum / (_FIRST_TOKENS - START_TOKENS)
     later_sum = np.bincount(rows[later], size[later], len(low))
     later_mean = later_sum / np.maximum(pairs.lengths - _FIRST_TOKENS, 1)
-    from_the_start = (first_mean > later_mean / 2)[unrelated].mean() >= 0.5
+    begins_apart = first_mean > later_mean / 2
+    from_the_start = begins_apart[unrelated].mean() >= 0.5
     if not from_the_start or correlation_at(pairs, unrelated[rows]) >= _UNRELATED:
         return none
     return unrelated
@@ -255,8 +259,10 @@ def _fits_another(log_p: np.ndarray, log_q: Ragged) -> bool:
         if len(other) == length and pearson(log_p, other) > RELATED:
             by_probability = pearson(np.exp(log_p), np.exp(other))
             best = max(best, min(pearson(log_p, other), by_probability))
+    if best <= RELATED or length <= 3:
+        return False
     chance = CERTAIN**2 + 2 * np.log(len(log_q))
-    return best > RELATED and length > 3 and fisher_z(best) ** 2 * (length - 3) > chance
+    return fisher_z(best) ** 2 * (length - 3) > chance
 
 
 def break_at(log_ratio: np.ndarray) -> int | None:
@@ -276,7 +282,8 @@ def break_at(log_ratio: np.ndarray) -> int | None:
     splits = np.arange(_SHORTEST_PART, n - _SHORTEST_PART + 1)
     before = levels[splits - 1] / splits
     after = (levels[-1] - levels[splits - 1]) / (n - splits)
-    best = int(splits[np.argmax(splits * (n - splits) * (after - before) ** 2)])
+    fit = splits * (n - splits) * (after - before) ** 2
+    best = int(splits[np.argmax(fit)])
     low = np.median(size[:best])
     high = np.median(size[best:])
     if high > LARGE_LOG_RATIO and high > _TIMES_BEFORE * low:
@@ -306,7 +313,8 @@ def find_breaks(pairs: TokenPairs, misplaced: np.ndarray) -> tuple[np.ndarray, t
     """
     size = np.abs(pairs.log_ratio)
     # A break needs a token above the level; most recordings are done here.
-    wild = (np.maximum.reduceat(size, pairs.starts) > LARGE_LOG_RATIO) & ~misplaced
+    largest = np.maximum.reduceat(size, pairs.starts)
+    wild = (largest > LARGE_LOG_RATIO) & ~misplaced
     wild_rows = np.flatnonzero(wild)
 
     broken = np.zeros_like(wild)
