@@ -362,6 +362,7 @@ class Rescoring:
         for change in self._other_precisions():
             yield self._explanation(change)
         yield self._temperature()
+
         for name, prompts in setup.prompt_variants.items():
             yield self._explanation(
                 _Change(
