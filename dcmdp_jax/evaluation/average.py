@@ -79,12 +79,12 @@ class EvaluationResult:
         averages = self.problem_averages
         if len(averages) < 2:
             return float("nan")
-        return float(averages.std(ddof=1) / np.sqrt(len(averages)))
+        return averages.std(ddof=1) / np.sqrt(len(averages))
 
     @property
     def length_mean(self) -> float:
         """Sampled tokens of a completion."""
-        return float(self.lengths.mean(dtype=np.float64))
+        return self.lengths.mean(dtype=np.float64)
 
     def interval(self, *, seed: int) -> tuple[float, float]:
         """95% bootstrap interval of `average` over problems; NaN with one problem."""

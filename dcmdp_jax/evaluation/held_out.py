@@ -84,10 +84,10 @@ def held_out_tasks(task: str, samples: tuple[int, ...]) -> list[HeldOutTask]:
         samples = tuple(paper_samples(name) for name in names)
     elif len(samples) == 1:
         samples *= len(names)
-    tasks = []
-    for name, location, count in zip(names, locations, samples, strict=True):
-        tasks.append(HeldOutTask(name=name, location=location, samples=count))
-    return tasks
+    return [
+        HeldOutTask(name=name, location=location, samples=count)
+        for name, location, count in zip(names, locations, samples, strict=True)
+    ]
 
 
 def held_out_metrics(result: EvaluationResult) -> dict[str, float]:
@@ -95,12 +95,12 @@ def held_out_metrics(result: EvaluationResult) -> dict[str, float]:
     task = result.task.removeprefix("eval/")
     metrics = {
         f"eval/{task}/avg@{result.samples}": result.average,
-        f"eval/{task}/pass@{result.samples}": float(result.pass_at[-1]),
+        f"eval/{task}/pass@{result.samples}": result.pass_at[-1],
     }
     for name, values in result.values.items():
         finite = values[np.isfinite(values)]
         if finite.size:
-            metrics[f"eval_reward/{task}/{name}"] = float(finite.mean(dtype=np.float64))
+            metrics[f"eval_reward/{task}/{name}"] = finite.mean(dtype=np.float64)
     for name, (total, count) in result.logged.items():
         metrics[f"eval_logged/{task}/{name}"] = total / count
     if len(result.scores) > 1:
@@ -120,19 +120,17 @@ def held_out_samples(
         prompts: the problems.
         tokenizer: tokenizer of their token ids.
     """
-    records = []
-    for index in range(min(_SAMPLES, len(result.scores))):
-        records.append(
-            {
-                "task": result.task.removeprefix("eval/"),
-                "place": index,
-                "prompt": tokenizer.decode(prompts.token_ids[index]),
-                "completion": result.texts[index, 0],
-                "answer": prompts.problems[index].answer,
-                "reward": float(result.scores[index, 0]),
-            }
-        )
-    return records
+    return [
+        {
+            "task": result.task.removeprefix("eval/"),
+            "place": index,
+            "prompt": tokenizer.decode(prompts.token_ids[index]),
+            "completion": result.texts[index, 0],
+            "answer": prompts.problems[index].answer,
+            "reward": float(result.scores[index, 0]),
+        }
+        for index in range(min(_SAMPLES, len(result.scores)))
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, order=True)

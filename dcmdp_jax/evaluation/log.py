@@ -83,7 +83,7 @@ class EvaluationLog(contextlib.AbstractContextManager["EvaluationLog"]):
         """
         lines = []
         for index, problem in enumerate(problems):
-            average = float(result.problem_averages[index])
+            average = result.problem_averages[index]
             line = {"task": result.task, **problem, "average": average}
             for name, key in _KEYS.items():
                 values = getattr(result, name)[index].tolist()

@@ -115,12 +115,12 @@ def to_record(result: EvaluationResult, *, seed: int = 0) -> dict[str, Any]:
         "average": result.average,
         "standard_error": standard_error,
         "interval": interval,
-        "pass_at_k": float(result.pass_at[-1]),
+        "pass_at_k": result.pass_at[-1],
         "pass_at": result.pass_at.tolist(),
         "truncated": int(result.truncated.sum()),
         "unparsed": int(result.unparsed.sum()),
-        "truncated_fraction": float(result.truncated.mean()),
-        "unparsed_fraction": float(result.unparsed.mean()),
+        "truncated_fraction": result.truncated.mean(),
+        "unparsed_fraction": result.unparsed.mean(),
         "length_mean": result.length_mean,
         **result.unjudged,
         "problem_averages": result.problem_averages.tolist(),
@@ -218,10 +218,9 @@ def format_comparison(runs: Sequence[Scores]) -> str:
 
 def _position(task: str) -> int:
     """Place in the paper's order; others come after its benchmarks."""
-    names = list(_BENCHMARKS)
-    if task.lower() in names:
-        return names.index(task.lower())
-    return len(names)
+    name = task.lower()
+    names = [*_BENCHMARKS, name]
+    return names.index(name)
 
 
 def column_name(task: str) -> str:

@@ -83,15 +83,14 @@ class WorstToken:
 
 def by_probability(pairs: TokenPairs) -> list[Group]:
     """Groups by q, the probability the engine sampled the token with."""
-    q = np.exp(pairs.rollout_logprobs.astype(np.float64))
-    return _groups(pairs, np.digitize(q, PROBABILITY_EDGES[1:-1]), _ranges(PROBABILITY_EDGES))
+    group = np.digitize(pairs.rollout_probs, PROBABILITY_EDGES[1:-1])
+    return _groups(pairs, group, _ranges(PROBABILITY_EDGES))
 
 
 def by_position(pairs: TokenPairs) -> list[Group]:
     """Groups by place in the completion: 1, 2, 3-4, 5-8, ..."""
-    later = pairs.position > 0
-    group = np.zeros(len(later), np.int64)
-    group[later] = np.floor(np.log2(pairs.position[later])).astype(np.int64) + 1
+    # 0 of the first token, else the whole part of log2(position) and one more.
+    _, group = np.frexp(pairs.position)
     labels = ["1", "2"]
     for power in range(1, int(group.max())):
         labels.append(f"{2**power + 1} - {2 ** (power + 1)}")
@@ -164,8 +163,8 @@ def _in_context(pairs: TokenPairs, row: int, index: int, text: TokenText | None)
         completion=row,
         position=index - int(span.start),
         token_id=int(pairs.token_ids[index]),
-        train=float(np.exp(np.float64(pairs.train_logprobs[index]))),
-        rollout=float(np.exp(np.float64(pairs.rollout_logprobs[index]))),
+        train=pairs.train_probs[index],
+        rollout=pairs.rollout_probs[index],
         before=decoded(index - _CONTEXT_BEFORE, index),
         text=decoded(index, index + 1),
         after=decoded(index + 1, index + 1 + _CONTEXT_AFTER),
@@ -175,24 +174,21 @@ def _in_context(pairs: TokenPairs, row: int, index: int, text: TokenText | None)
 def _groups(pairs: TokenPairs, group: np.ndarray, labels: list[str]) -> list[Group]:
     """Groups by number, in order, without the empty ones."""
     delta = pairs.discrepancy
-    total = delta.sum()
+    # Of equal columns all shares are 0.
+    total = delta.sum() or 1.0
     counts = np.bincount(group, minlength=len(labels))
     sums = np.bincount(group, delta, len(labels))
     log_ratios = np.bincount(group, np.abs(pairs.log_ratio), len(labels))
-    groups = []
-    for number in np.flatnonzero(counts):
-        tokens = int(counts[number])
-        share = float(sums[number] / total) if total else 0.0
-        groups.append(
-            Group(
-                label=labels[number],
-                tokens=tokens,
-                mean=float(sums[number]) / tokens,
-                share=share,
-                mean_log_ratio=float(log_ratios[number]) / tokens,
-            )
+    return [
+        Group(
+            label=labels[number],
+            tokens=int(counts[number]),
+            mean=sums[number] / counts[number],
+            share=sums[number] / total,
+            mean_log_ratio=log_ratios[number] / counts[number],
         )
-    return groups
+        for number in np.flatnonzero(counts)
+    ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -214,7 +210,7 @@ class StateMeasure:
     noise: float
 
 
-def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
+def compare_states(pairs: TokenPairs) -> list[StateMeasure]:
     """How far two engines are apart in whole states, and how noisily sampled tokens say so.
 
     The engine's k top-k tokens give the exact value of a state, within its bound. Everybody's
@@ -232,7 +228,7 @@ def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
         tokens.
     """
     if pairs.states is None:
-        return ()
+        return []
     log_ratio = pairs.log_ratio
     ratio = np.exp(log_ratio)
     terms = (np.abs(ratio - 1) / 2, -log_ratio, ratio * log_ratio, pairs.discrepancy)
@@ -244,22 +240,22 @@ def compare_states(pairs: TokenPairs) -> tuple[StateMeasure, ...]:
         measures.append(
             StateMeasure(
                 title=title,
-                exact=float(exact.mean()),
-                bound=float(states[:, 2 * index + 1].mean()),
-                sampled=float(term.mean()),
-                noise=float(np.sqrt(np.sum((term - exact) ** 2)) / len(term)),
+                exact=exact.mean(),
+                bound=states[:, 2 * index + 1].mean(),
+                sampled=term.mean(),
+                noise=np.sqrt(np.sum((term - exact) ** 2)) / len(term),
             )
         )
 
     mass, count = states[:, -2:].mean(axis=0)
     head = StateMeasure(
         title=f"mass of the engine's top {count:g} tokens",
-        exact=float(mass),
+        exact=mass,
         bound=math.nan,
         sampled=math.nan,
         noise=math.nan,
     )
-    return (*measures, head)
+    return [*measures, head]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -308,11 +304,11 @@ class Analysis:
     source: Mapping[str, str]
     floors: Mapping[str, float]
     statistics: Statistics
-    findings: tuple[causes.Finding, ...]
+    findings: Sequence[causes.Finding]
     recommendation: Recommendation
-    states: tuple[StateMeasure, ...]
-    groups: Mapping[str, tuple[Group, ...]]
-    worst: tuple[WorstToken, ...]
+    states: Sequence[StateMeasure]
+    groups: Mapping[str, Sequence[Group]]
+    worst: Sequence[WorstToken]
     evidence: Evidence
     over_training: OverTraining | None
 
@@ -357,7 +353,7 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         course=alarms.get("unseen_updates", ""),
     )
 
-    findings = tuple(diagnosis.diagnose(evidence))
+    findings = diagnosis.diagnose(evidence)
     verdict = findings[0]
     if causes.CAUSES[verdict.cause].defect or verdict.cause == "too_few":
         settle_first = verdict.title
@@ -383,8 +379,8 @@ def analyze(measured: Measured, tolerance: float | None = None) -> Analysis:
         findings=findings,
         recommendation=recommendation,
         states=compare_states(pairs),
-        groups={heading: tuple(listed) for heading, listed in groups.items() if listed},
-        worst=tuple(worst_tokens(pairs, text)),
+        groups={heading: listed for heading, listed in groups.items() if listed},
+        worst=worst_tokens(pairs, text),
         evidence=evidence,
         over_training=over_training,
     )

@@ -5,31 +5,31 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from dcmdp_jax.observe.legs import DECODING
-from dcmdp_jax.probe.columns.causes import CAUSES, Finding, setting_of
-from dcmdp_jax.probe.columns.evidence import (
+from dcmdp_jax.probe.columns.alignment import (
     ALL_SHIFTED,
-    CERTAIN,
     LARGE_LOG_RATIO,
-    LEAST_DEVIATION,
     RELATED,
-    Evidence,
-    Lifted,
     fisher_z,
-    least_unrelated,
-    outliers,
+)
+from dcmdp_jax.probe.columns.causes import CAUSES, Finding, setting_of
+from dcmdp_jax.probe.columns.evidence import Evidence, Lifted, outliers
+from dcmdp_jax.probe.columns.pairs import CERTAIN, LEAST_DEVIATION
+from dcmdp_jax.probe.columns.sampling import (
+    FEWEST_TOKENS,
+    FEWEST_UNCERTAIN,
+    LEAST_SURPRISE,
+    is_cut,
+    more_surprising_than_either,
+    most_surprise,
+    power_between,
+    power_of_tests,
+    whose_temperature,
 )
 
 # The thresholds are ours, set as those of `evidence`. What a verdict needs:
 
-FEWEST_TOKENS = 200
-"""Tokens; the columns alone give no verdict with fewer."""
 FEWEST_COMPLETIONS = 8
 """Completions; the columns alone give no verdict with fewer."""
-_FEWEST_UNCERTAIN = 32
-"""Tokens with p and q below 0.9, for a verdict on the distribution they come from."""
-_SAMPLE_SHARE = 0.5
-"""Effective share of the tokens under weights p / q, for a mean of p / q to be trusted."""
 
 # Rounding.
 
@@ -52,43 +52,6 @@ _LIFTED_AT_ALL = 0.1
 """What goes without a setting of the engine if the setting matters at all."""
 _PENALTY_SHARE = 0.08
 """Part of mean d^2: 15% to 70% with a repetition penalty, at most 3% without one."""
-
-# Support.
-
-_MISSING_MASS = 0.005
-"""Probability that an engine leaves out; less is not called a cut, however certain it is."""
-
-# Powers, q = p^(1 + b) / Z, which a temperature of 1 / (1 + b) gives.
-
-_SHARPER_ALIGNED = 0.85
-"""Least correlation of log q - log p with log p + H for b > 0; noise has less than 0.3."""
-_COLD = 0.2
-"""Nats below the entropy, where no noise leads."""
-_COLD_ALIGNED = 0.75
-"""Least correlation that far below the entropy: nearly all log q are near 0."""
-_FLATTER_ALIGNED = -0.96
-"""Largest correlation for b < 0: a wild p comes near -1 too."""
-_FLATTEST = -0.6
-"""Least b, a temperature of 2.5: a wild p has a slope of -1."""
-_LEAST_POWER = 0.02
-"""Least |b|: a temperature of 0.98 or 1.02."""
-_CORRELATED = 0.97
-"""Least correlation of the columns, where their spread alone shows a temperature."""
-_LEAST_SPREAD = 0.03
-"""Least |log of the spread's ratio|."""
-_SPREAD_TIMES = 5.0
-"""The same, in multiples of 1 - correlation^2, which noise of that size leaves."""
-_LEAST_LOWERED = 0.01
-"""Share of tokens that q finds less likely than p; a cut alone leaves none."""
-_VARIANCE_FALLS = 1.6
-"""Variance of the surprise today over that at the temperatures that would have been seen."""
-
-# Surprise, mean of -log p - H.
-
-_LEAST_SURPRISE = 0.01
-"""Nats; a smaller deviation is not called one, however certain it is."""
-_SURPRISE_TIMES = 3.0
-"""The surprise of tokens from q, in multiples of sqrt(variance x mean d^2), at most."""
 
 # Others.
 
@@ -181,7 +144,9 @@ def _causes(evidence: Evidence) -> list[Finding]:
     candidates = list(_explained(evidence, _EXPLAINED_ALONE))
     if not few:
         candidates += _by_columns(evidence)
-    candidates += _lifted(evidence)
+    for lifted in evidence.lifted:
+        if lifted.share >= _EXPLAINED:
+            candidates.append(_without(evidence, lifted))
     candidates += _explained(evidence)
     for rule in (
         _unsampled,
@@ -200,7 +165,7 @@ def _causes(evidence: Evidence) -> list[Finding]:
             f"Mean |p - q| {evidence.mean:.2g}, median |log-ratio| {evidence.median_log_ratio:.2g} "
             "nats."
         )
-        _, lines = _temperature(evidence)
+        _, lines = power_between(evidence)
         candidates = [_say("undetermined", level, *lines)]
 
     by_cause: dict[str, Finding] = {}
@@ -213,7 +178,7 @@ def _causes(evidence: Evidence) -> list[Finding]:
             note = "; sampling not checked"
         findings[-1] = dataclasses.replace(
             findings[-1],
-            evidence=(*findings[-1].evidence, *_power_of_tests(evidence)),
+            evidence=(*findings[-1].evidence, *power_of_tests(evidence)),
             note=note,
         )
     return findings
@@ -264,42 +229,12 @@ def _explained(evidence: Evidence, least: float = _EXPLAINED) -> Iterator[Findin
     cause = best.cause
     lines = [f"Scoring with {best.name} explains {best.share:.0%} of the mismatch."]
     if cause == "temperature":
-        whose_cause, reason = _which_temperature(evidence)
+        whose_cause, reason = whose_temperature(evidence)
         cause = whose_cause or cause
         lines.append(reason)
     if len(ranked) > 1:
         lines.append(f"Next best: {ranked[1].name}: {max(ranked[1].share, 0):.0%}.")
     yield _say(cause, *lines)
-
-
-def _which_temperature(evidence: Evidence, expected: float = np.inf) -> tuple[str, str]:
-    """Tell whether the training stack's or the engine's log-probs are not what sampled the tokens.
-
-    Args:
-        evidence: the evidence.
-        expected: size of the surprise in nats if they are the training stack's.
-
-    Returns:
-        The cause and why; "" if the tokens are too few to tell.
-    """
-    surprise = evidence.surprise
-    if not np.isnan(surprise.mean):
-        gap = f"Surprise less entropy under the training stack: {surprise} nats"
-        off = surprise.differs(0)
-        certain = off or surprise.margin < expected / 2
-    else:
-        gap = f"Mean q / p: {evidence.inverse_ratio}, mean p / q: {evidence.ratio}"
-        off = evidence.inverse_ratio.differs(1)
-        certain = off != evidence.ratio.differs(1)
-
-    if not certain:
-        return "", f"{gap}: too few tokens to tell whose."
-    if off:
-        return "temperature", f"{gap}: the tokens were not sampled from its distribution."
-    return (
-        "raw_logprobs",
-        f"{gap}: the tokens were sampled from its distribution, the engine reports another one.",
-    )
 
 
 def _by_columns(evidence: Evidence) -> Iterator[Finding]:
@@ -343,7 +278,13 @@ def _by_columns(evidence: Evidence) -> Iterator[Finding]:
             return
 
     # Tokens or contexts that are not the engine's.
-    yield from _support(evidence)
+    if is_cut(evidence):
+        yield _say(
+            "support",
+            f"Mean p / q = {evidence.ratio}; it would be 1 if the engine could sample every token.",
+            f"So the engine leaves out tokens that hold {1 - evidence.ratio.mean:.1%} of p. "
+            f"Effective sample size {evidence.sample_size:,.0f} tokens.",
+        )
     if evidence.broken > 0:
         yield _say(
             "retokenization",
@@ -361,7 +302,7 @@ def _by_columns(evidence: Evidence) -> Iterator[Finding]:
         )
 
     # What changes the log-probs from token to token.
-    cause, lines = _temperature(evidence)
+    cause, lines = power_between(evidence)
     if cause:
         yield _say(cause, *lines)
     share = evidence.penalty_share
@@ -434,132 +375,20 @@ def _unsampled(evidence: Evidence) -> Iterator[Finding]:
     )
 
 
-def _support_checked(evidence: Evidence) -> bool:
-    return evidence.sample_size >= max(FEWEST_TOKENS, _SAMPLE_SHARE * evidence.ratio_tokens)
-
-
-def _is_cut(evidence: Evidence) -> bool:
-    """Tokens from q have E[p / q] = 1 whatever p is, unless q leaves tokens out."""
-    return (
-        _support_checked(evidence)
-        and evidence.ratio.below(1, _MISSING_MASS)
-        and evidence.inner_ratio.below(1, _MISSING_MASS)
-    )
-
-
-def _support(evidence: Evidence) -> Iterator[Finding]:
-    if _is_cut(evidence):
-        yield _say(
-            "support",
-            f"Mean p / q = {evidence.ratio}; it would be 1 if the engine could sample every token.",
-            f"So the engine leaves out tokens that hold {1 - evidence.ratio.mean:.1%} of p. "
-            f"Effective sample size {evidence.sample_size:,.0f} tokens.",
-        )
-
-
-CauseAndLines = tuple[str, tuple[str, ...]]
-"""A cause, "" if it is open, and what shows it."""
-
-
-def _temperature(evidence: Evidence) -> CauseAndLines:
-    """Whether one column is a power of the other, renormalized, and whose it is.
-
-    Returns:
-        The cause, "" if that is open, and what shows it; no line if neither is a power.
-    """
-    if evidence.uncertain < _FEWEST_UNCERTAIN:
-        return "", ()
-    if np.isnan(evidence.alignment):
-        return _temperature_by_spread(evidence)
-    return _temperature_by_surprise(evidence)
-
-
-def _temperature_by_surprise(evidence: Evidence) -> CauseAndLines:
-    power = evidence.power
-    alignment = evidence.alignment
-    if power > 0:
-        # Far below the entropy, where no noise leads, a looser line is enough.
-        least = _COLD_ALIGNED if evidence.surprise.below(0, _COLD) else _SHARPER_ALIGNED
-        fits = alignment >= least and not evidence.surprise.above(0)
-    else:
-        # Where p is wild, log q - log p is -log p: a slope of -1, and the columns have little in
-        # common.
-        fits = (
-            alignment <= _FLATTER_ALIGNED
-            and power > _FLATTEST
-            and evidence.correlation >= _CORRELATED
-            and (not evidence.surprise.below(0) or _is_cut(evidence))
-        )
-    if not fits or abs(power) < _LEAST_POWER:
-        return "", ()
-    line = f"log q - log p follows log p + entropy at a correlation of {alignment:.2f}"
-    interval = power - evidence.power_margin, power + evidence.power_margin
-    return _whose_power(evidence, power, interval, line, abs(power) * evidence.variance)
-
-
-def _temperature_by_spread(evidence: Evidence) -> CauseAndLines:
-    spread = evidence.spread
-    if evidence.correlation < _CORRELATED or abs(spread.mean) <= _least_spread(evidence):
-        return "", ()
-    # A cut alone makes every token that is left likelier; a power makes some less likely.
-    if evidence.lowered < _LEAST_LOWERED and _is_cut(evidence):
-        return "", ()
-    power = float(np.expm1(spread.mean))
-    low = float(np.expm1(spread.mean - spread.margin))
-    high = float(np.expm1(spread.mean + spread.margin))
-    # The spread of log p shrinks with the temperature too, so the power is larger than it says.
-    if power > 0:
-        high = 3 * high
-    else:
-        low = 3 * low / (1 - 2 * low)
-    line = (
-        f"log q spreads {np.exp(spread.mean):.2f} times as far as log p, correlation "
-        f"{evidence.correlation:.3f}"
-    )
-    return _whose_power(evidence, power, (low, high), line, np.inf)
-
-
-def _whose_power(
-    evidence: Evidence,
-    power: float,
-    interval: tuple[float, float],
-    line: str,
-    expected: float,
-) -> CauseAndLines:
-    """The cause of a power and its lines; arguments as in `_which_temperature`."""
-    low, high = interval
-    bounds = f"{1 / (1 + high):.2f} to {1 / max(1 + low, 1e-2):.2f}"
-    line += f": one is the other at a temperature of about {1 / (1 + power):.2f} ({bounds})."
-    if _is_cut(evidence):
-        return "temperature", (line, "The tokens are not sampled from p, whose support is larger.")
-    cause, reason = _which_temperature(evidence, expected)
-    return cause, (line, reason)
-
-
-def _least_spread(evidence: Evidence) -> float:
-    """The spread's logarithm from which on a temperature is named without entropies.
-
-    A temperature moves the spread by its size and the correlation by its square; noise moves both
-    by its square.
-    """
-    noise = _SPREAD_TIMES * (1 - evidence.correlation**2)
-    return max(_LEAST_SPREAD, noise, evidence.spread.margin)
-
-
 def _others_tokens(evidence: Evidence) -> Iterator[Finding]:
     """Find tokens that neither column's distribution gives, and tokens that surprise too little."""
     surprise = evidence.surprise
     if np.isnan(surprise.mean):
         return
 
-    enough = evidence.uncertain >= _FEWEST_UNCERTAIN
-    if enough and surprise.differs(0, _most_surprise(evidence)):
+    enough = evidence.uncertain >= FEWEST_UNCERTAIN
+    if enough and surprise.differs(0, most_surprise(evidence)):
         yield _say(
             "raw_logprobs",
             f"{_sampled_elsewhere(evidence)[:-1]}, and not from the engine's own, which is too "
             "near for that.",
         )
-    elif enough and _more_surprising_than_either(evidence):
+    elif enough and more_surprising_than_either(evidence):
         yield _say(
             "raw_logprobs",
             f"{_sampled_elsewhere(evidence)[:-1]}, and not from the engine's own: weighted by p / "
@@ -568,33 +397,13 @@ def _others_tokens(evidence: Evidence) -> Iterator[Finding]:
             "A penalty of repetitions, a bias or a temperature above 1 changes what is sampled, "
             "and not the log-probs.",
         )
-    elif surprise.below(0, _LEAST_SURPRISE):
+    elif surprise.below(0, LEAST_SURPRISE):
         yield _say(
             "sharper",
             _sampled_elsewhere(evidence),
             "Noise of any kind makes them more surprising. A temperature below 1 with other "
             "differences, or sharper weights: the columns can't tell.",
         )
-
-
-def _most_surprise(evidence: Evidence) -> float:
-    """Nats by which the surprise of tokens sampled from q can differ from 0.
-
-    Cauchy-Schwarz: by at most sqrt(variance x chi^2), and chi^2 is about mean d^2.
-    """
-    return _SURPRISE_TIMES * np.sqrt(evidence.variance * evidence.square) + _LEAST_SURPRISE
-
-
-def _more_surprising_than_either(evidence: Evidence) -> bool:
-    """Whether the tokens are more surprising than those of q can be, whatever p is.
-
-    Tokens from q have E[p / q (-log p - H)] = 0, and less if q is cut: cuts take surprising tokens.
-    """
-    return (
-        _support_checked(evidence)
-        and evidence.surprise.above(0, _LEAST_SURPRISE)
-        and evidence.weighted_surprise.above(0, _LEAST_SURPRISE)
-    )
 
 
 def _nothing_in_common(evidence: Evidence) -> Iterator[Finding]:
@@ -618,93 +427,6 @@ def _nothing_in_common(evidence: Evidence) -> Iterator[Finding]:
             line,
             "Weights that know the language agree on which tokens are likely.",
         )
-
-
-def _power_of_tests(evidence: Evidence) -> list[str]:
-    """Name the least effect that each test would have seen, and the tests that were impossible."""
-    tests = [*_surprise_test(evidence), *_temperature_test(evidence), *_other_tests(evidence)]
-    lines = []
-    possible = ", ".join(text for text, was_possible in tests if was_possible)
-    if possible:
-        lines.append(f"Also tested and not found (detection limits): {possible}.")
-    impossible = ", ".join(text for text, was_possible in tests if not was_possible)
-    if impossible:
-        lines.append(f"Not checked: {impossible}.")
-    return lines
-
-
-def _reach(evidence: Evidence) -> float:
-    """Nats by which the surprise must change to be significant: noise raises it to begin with."""
-    return abs(evidence.surprise.mean) + evidence.surprise.margin
-
-
-def _surprise_test(evidence: Evidence) -> Iterator[tuple[str, bool]]:
-    """A test's least effect, or why it was not possible; whether it was."""
-    if np.isnan(evidence.surprise.mean):
-        yield (
-            "what neither column contains, as raw log-probs on both sides do (no entropies)",
-            False,
-        )
-    elif evidence.variance > 0:
-        lower = higher = _most_surprise(evidence) + _reach(evidence)
-        if _support_checked(evidence):
-            weighted = evidence.weighted_surprise.margin + _LEAST_SURPRISE + _reach(evidence)
-            higher = min(lower, weighted)
-        text = f"raw log-probs on both sides that make tokens {higher:.2g} nats more or "
-        yield f"{text}{lower:.2g} less surprising", True
-
-
-def _temperature_test(evidence: Evidence) -> Iterator[tuple[str, bool]]:
-    if evidence.uncertain < _FEWEST_UNCERTAIN:
-        yield f"a temperature ({evidence.uncertain} tokens with p and q below 0.9)", False
-    elif _temperature(evidence)[1]:
-        yield "whose log-probs that temperature belongs to", False
-    elif evidence.variance == 0:
-        yield "a temperature (every token is as surprising as the entropy)", False
-    elif not np.isnan(evidence.surprise.mean):
-        # The variance is that of today's tokens; a lower temperature makes it smaller.
-        sharper = _VARIANCE_FALLS * (_reach(evidence) + _LEAST_SURPRISE) / evidence.variance
-        yield f"a temperature of one column alone below {1 / (1 + sharper):.2f}", True
-        flatter = max(
-            _LEAST_POWER,
-            CERTAIN * np.sqrt(evidence.square / evidence.variance),
-            2 * evidence.surprise.margin / evidence.variance,
-        )
-        if flatter < -_FLATTEST:
-            yield f"one above {1 / (1 - flatter):.2f}", True
-        else:
-            yield "a temperature above 1 (other differences hide it)", False
-    elif evidence.correlation >= _CORRELATED:
-        least = np.exp(_least_spread(evidence))
-        text = f"a temperature of one column alone below {1 / least:.2f} or above {least:.2f}"
-        yield text, True
-    else:
-        yield f"a temperature (no entropies, correlation {evidence.correlation:.2f})", False
-
-
-def _other_tests(evidence: Evidence) -> Iterator[tuple[str, bool]]:
-    if _support_checked(evidence):
-        missing = max(evidence.ratio.margin, evidence.inner_ratio.margin) + _MISSING_MASS
-        yield f"a support that leaves out {missing:.1%} of p", True
-    else:
-        yield f"the support (effective sample size {evidence.sample_size:,.0f} tokens)", False
-    correlation = evidence.whole_correlation
-    if correlation > RELATED:
-        tokens = least_unrelated(correlation)
-        yield f"columns unrelated over the last {tokens} tokens of a completion", True
-    else:
-        yield f"re-tokenized completions (correlation {correlation:.2f})", False
-    if np.isnan(evidence.start_expected):
-        yield "the prompts (too few later tokens to compare the first with)", False
-    else:
-        least = max(0.3, 3 * evidence.start_expected + evidence.start_excess.margin)
-        yield f"first tokens {least:.2g} nats apart", True
-
-
-def _lifted(evidence: Evidence) -> Iterator[Finding]:
-    for lifted in evidence.lifted:
-        if lifted.share >= _EXPLAINED:
-            yield _without(evidence, lifted)
 
 
 def _without(evidence: Evidence, lifted: Lifted) -> Finding:
@@ -735,12 +457,12 @@ def _settings(evidence: Evidence) -> Iterator[Finding]:
 
 
 def _decoding(evidence: Evidence) -> Iterator[Finding]:
-    legs = {leg.name: leg for leg in evidence.legs}
-    decoding = legs.pop(DECODING, None)
+    if not evidence.legs:
+        return
+    decoding, one_pass = evidence.legs
     # Where the trainer is the engine's own prefill, another rounding of the same dtype is all of
     # the mismatch.
-    one_pass = max((leg.mean for leg in legs.values()), default=0.0)
-    if decoding is None or (evidence.rounding is None and one_pass <= FLOAT32_ROUNDING):
+    if evidence.rounding is None and one_pass.mean <= FLOAT32_ROUNDING:
         return
     if decoding.share >= _EXPLAINED_ALONE and decoding.mean > FLOAT32_ROUNDING:
         cause = "decoding"
@@ -765,7 +487,7 @@ def _operator(evidence: Evidence) -> Iterator[Finding]:
     first = unexpected[0]
     alike = sum(outlier.operator == first.operator for outlier in unexpected)
     others = f" (and {alike - 1} more like it)" if alike > 1 else ""
-    median = float(np.median([operator.relative for operator in evidence.operators]))
+    median = np.median([operator.relative for operator in evidence.operators])
     yield _say(
         first.operator,
         f"On the same input the {first}{others} gives another output: relative error "

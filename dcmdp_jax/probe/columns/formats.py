@@ -192,13 +192,13 @@ def rows_of(
     file_format = format_of(file.framework)
     for row in _file_rows(file.path, file_format, left_out):
         step_rank = file_format.step_rank(file.path, row)
-        source = row.get(file_format.source) if file_format.source else None
+        source = _source_name(row.get(file_format.source))
         file_format.prepare(row)
         present = {
             kind: name for kind, name in file_format.optional.items() if row.get(name) is not None
         }
         columns = dataclasses.replace(file_format.columns, **present)
-        yield step_rank, _source_name(source), columns, row
+        yield step_rank, source, columns, row
 
 
 def files_below(directory: Path) -> list[Path]:
@@ -259,9 +259,7 @@ def _file_rows(path: Path, file_format: Format, left_out: LeftOut) -> Iterator[C
                 "reward": rewards.get(sample.get("rollout_position")),
             }
         return
-    optional = [*file_format.optional.values(), *_PLACE, *_SHOWN]
-    if file_format.source:
-        optional.append(file_format.source)
+    optional = [*file_format.optional.values(), file_format.source, *_PLACE, *_SHOWN]
     yield from read_rows(path, file_format.columns.options(), optional, left_out=left_out)
 
 
@@ -284,7 +282,7 @@ def _load_torch(path: Path) -> Any:
         ) from None
 
 
-_PLACE = ("step", "rank", "framework", "export_step")
+_PLACE = ("step", "rank", "framework")
 _SHOWN = ("reward", "advantage", "advantages", "prompt_id", "prompt_token_ids")
 """Columns that `dcmdp view` shows of a completion."""
 

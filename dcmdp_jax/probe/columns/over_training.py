@@ -89,12 +89,12 @@ class OverTraining:
         collapse: whether a fall of the reward is the mismatch's; None where it did not fall.
     """
 
-    steps: tuple[StepMismatch, ...]
-    ranks: tuple[Slice, ...]
-    sources: tuple[Slice, ...]
+    steps: Sequence[StepMismatch]
+    ranks: Sequence[Slice]
+    sources: Sequence[Slice]
     odd_rank: str
     notes: tuple[str, ...]
-    alarms: tuple[Alarm, ...]
+    alarms: Sequence[Alarm]
     tolerance: float
     tolerance_from: str
     collapse: CollapseSigns | None
@@ -122,7 +122,7 @@ class OverTraining:
         """The same where no c is recommended: without the alarms that compare with one."""
         if not self.tolerance_from.startswith("of the first"):
             return self
-        alarms = tuple(alarm for alarm in self.alarms if alarm.name not in OF_A_BUDGET)
+        alarms = [alarm for alarm in self.alarms if alarm.name not in OF_A_BUDGET]
         return dataclasses.replace(self, alarms=alarms, tolerance=np.nan, tolerance_from="")
 
 
@@ -336,7 +336,7 @@ def _step_mismatch(step: int, rows: list[Row], reward: float) -> StepMismatch:
     pairs = pairs_of(rows)
     entropy = lag = np.nan
     if pairs.entropies is not None:
-        entropy = float(pairs.entropies.mean(dtype=np.float64))
+        entropy = pairs.entropies.mean(dtype=np.float64)
     if pairs.lags is not None:
         lag = float(pairs.lags.max())
     return StepMismatch(
@@ -344,7 +344,7 @@ def _step_mismatch(step: int, rows: list[Row], reward: float) -> StepMismatch:
         statistics=measure(pairs),
         entropy=entropy,
         lag=lag,
-        engine_surprise=-float(pairs.rollout_logprobs.mean(dtype=np.float64)),
+        engine_surprise=-pairs.rollout_logprobs.mean(dtype=np.float64),
         reward=reward,
     )
 
@@ -381,11 +381,7 @@ def _over_training(
     metrics: Series | None,
 ) -> OverTraining:
     """Conclude from the measured steps, and from the ranks and sources beside each other."""
-    if metrics is None:
-        series = _series(steps)
-    else:
-        series = dict(metrics)
-
+    series = _series(steps) if metrics is None else dict(metrics)
     origin = "--tolerance"
     is_own = tolerance is None and "dual/tolerance" in series
     if is_own:
@@ -393,9 +389,9 @@ def _over_training(
         origin = "the run's own"
     elif tolerance is None:
         first = [step.statistics for step in steps[:_FIRST_STEPS]]
-        tokens = np.array([statistics.tokens for statistics in first], np.float64)
+        tokens = [statistics.tokens for statistics in first]
         mean = np.average([statistics.mean for statistics in first], weights=tokens)
-        tolerance = recommend(float(mean), floor=None, defect=None).tolerance
+        tolerance = recommend(mean, floor=None, defect=None).tolerance
         origin = (
             f"of the first {len(first)} steps, so that a rise shows; train with the recommended c"
         )
@@ -409,12 +405,12 @@ def _over_training(
     if rank_outliers:
         odd_rank = f"{next(iter(rank_outliers))} stands out"
     return OverTraining(
-        steps=tuple(steps),
-        ranks=tuple(ranks),
-        sources=tuple(sources),
+        steps=steps,
+        ranks=ranks,
+        sources=sources,
         odd_rank=odd_rank,
         notes=(*rank_outliers.values(), *_outliers(sources).values()),
-        alarms=tuple(alarms(series)),
+        alarms=alarms(series),
         tolerance=tolerance,
         tolerance_from=origin,
         collapse=collapse_signs(series),
@@ -457,7 +453,7 @@ def _outliers(slices: Sequence[Slice]) -> dict[str, str]:
     sentences = {}
     for candidate in slices:
         others = [other.mean for other in slices if other is not candidate]
-        median = float(np.median(others))
+        median = np.median(others)
         if candidate.mean > max(_STANDS_OUT * median, _ROUNDING):
             sentences[candidate.name] = (
                 f"{candidate.name} stands out: mean |p - q| {candidate.mean:.2g}, the others' "

@@ -54,9 +54,10 @@ def write(
     completions = []
     for pair, analysis in zip(measured, analyses, strict=True):
         slug = re.sub(r"[^A-Za-z0-9.=_]+", "-", analysis.name).strip("-")
-        figures = []
-        for stem, (caption, draw) in _FIGURES.items():
-            figures.append((f"{slug}-{stem}", caption, draw(pair.pairs, analysis)))
+        figures = [
+            (f"{slug}-{stem}", caption, draw(pair.pairs, analysis))
+            for stem, (caption, draw) in _FIGURES.items()
+        ]
         sections.append((analysis, page_kit.page_figures(figures, out_dir / PLOTS_DIRECTORY)))
         completions += _completions(pair)
 
@@ -91,8 +92,8 @@ def _completions(measured: Measured) -> Iterator[page_kit.Completion]:
         yield page_kit.Completion(
             run=measured.name,
             tokens=[decode(token) for token in pairs.token_ids[span].tolist()],
-            train_probs=np.exp(pairs.train_logprobs[span].astype(np.float64)),
-            rollout_probs=np.exp(pairs.rollout_logprobs[span].astype(np.float64)),
+            train_probs=pairs.train_probs[span],
+            rollout_probs=pairs.rollout_probs[span],
         )
 
 
@@ -127,7 +128,7 @@ def _first_operator(analysis: Analysis) -> list[str]:
     operators = analysis.evidence.operators
     if not operators:
         return []
-    half = float(np.median([operator.relative for operator in operators]))
+    half = np.median([operator.relative for operator in operators])
     outliers = evidence.outliers(operators)
     first = "no outlier"
     if outliers:
@@ -253,8 +254,8 @@ def _draw_steps(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
 def _draw_scatter(pairs: TokenPairs, analysis: Analysis) -> "Figure":
     """Draw p against q of every token, at most 20,000 of them, evenly chosen."""
     every = -(-len(pairs.token_ids) // _POINTS)
-    p = np.exp(pairs.train_logprobs[::every].astype(np.float64))
-    q = np.exp(pairs.rollout_logprobs[::every].astype(np.float64))
+    p = pairs.train_probs[::every]
+    q = pairs.rollout_probs[::every]
     figure, (axes,) = make_figure(5.4, 4.0)
     axes.plot([0, 1], [0, 1], color=INK, linewidth=0.8)
     axes.scatter(q, p, s=5, alpha=0.35, color=COLORS[0], linewidths=0, rasterized=True)
@@ -296,16 +297,10 @@ def _draw_operators(pairs: TokenPairs, analysis: Analysis) -> "Figure | None":
     for name in dict.fromkeys(operator.operator for operator in operators):
         # Before the first layer, or after the last.
         outside = -1 if name == "embedding" else layers
-        layer_numbers = []
-        values = []
-        for operator in operators:
-            if operator.operator == name:
-                layer = operator.layer
-                if layer is None:
-                    layer = outside
-                layer_numbers.append(layer)
-                values.append(max(operator.relative, _LEAST_DRAWN))
-        axes.plot(layer_numbers, values, "o-", color=next(colors), markersize=3, label=name)
+        alike = [operator for operator in operators if operator.operator == name]
+        numbers = [outside if operator.layer is None else operator.layer for operator in alike]
+        values = [max(operator.relative, _LEAST_DRAWN) for operator in alike]
+        axes.plot(numbers, values, "o-", color=next(colors), markersize=3, label=name)
     axes.set_yscale("log")
     style_axes(axes, x="layer", y="relative difference", legend=True)
     return figure

@@ -79,10 +79,20 @@ class TokenPairs:
         """[n] float64, log p - log q, clamped to [-20, 20] as in `algorithm/stats.py`."""
         return np.clip(self.train_logprobs.astype(np.float64) - self.rollout_logprobs, -20.0, 20.0)
 
+    @functools.cached_property
+    def train_probs(self) -> np.ndarray:
+        """[n] float64, p_train."""
+        return np.exp(self.train_logprobs, dtype=np.float64)
+
+    @functools.cached_property
+    def rollout_probs(self) -> np.ndarray:
+        """[n] float64, p_rollout."""
+        return np.exp(self.rollout_logprobs, dtype=np.float64)
+
     @property
     def discrepancy(self) -> np.ndarray:
         """[n] float64, |p_train - p_rollout|."""
-        return probability_difference(self.train_logprobs, self.rollout_logprobs)
+        return np.abs(self.train_probs - self.rollout_probs)
 
 
 def make_pairs(
@@ -119,6 +129,87 @@ def make_pairs(
         lags=column("lags", lags, np.int32),
         states=column("states", states),
     )
+
+
+# Significance.
+
+CERTAIN = 3.5
+"""Standard errors; chance exceeds them once in 4,300 times."""
+LEAST_DEVIATION = 0.003
+"""Nats, or units of p / q. A mean that is less away from a value counts as equal to it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TokenMean:
+    """A mean over tokens, its standard error clustered by completion; NaN if not measured.
+
+    Attributes:
+        mean: the estimate.
+        error: sqrt(C / (C - 1) sum_c (sum_t (x - mean))^2) / tokens over C completions.
+        completions: C.
+    """
+
+    mean: float
+    error: float
+    completions: int = 1000
+
+    @property
+    def margin(self) -> float:
+        """3.5 standard errors; for few completions the quantile of Student's t that is as rare."""
+        z = CERTAIN
+        df = max(self.completions - 1, 1)
+        first = (z**2 + 1) / 4
+        second = (5 * z**4 + 16 * z**2 + 3) / 96
+        third = (3 * z**6 + 19 * z**4 + 17 * z**2 - 15) / 384
+        correction = 1 + first / df + second / df**2 + third / df**3
+        return z * self.error * correction
+
+    def above(self, value: float, by: float = LEAST_DEVIATION) -> bool:
+        """Above `value` by `by` and the margin."""
+        return self.mean - self.margin > value + by
+
+    def below(self, value: float, by: float = LEAST_DEVIATION) -> bool:
+        """Below `value` by `by` and the margin."""
+        return self.mean + self.margin < value - by
+
+    def differs(self, value: float, by: float = LEAST_DEVIATION) -> bool:
+        """Above or below `value`."""
+        return self.above(value, by) or self.below(value, by)
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} +- {self.error:.3f}"
+
+
+UNKNOWN = TokenMean(mean=np.nan, error=np.nan)
+
+
+def pearson(x: np.ndarray, y: np.ndarray, fewest: int = 3) -> float:
+    """Pearson's correlation, in float64; 0 for a constant or fewer than `fewest` values."""
+    if len(x) >= fewest and x.min() < x.max() and y.min() < y.max():
+        return np.corrcoef(x, y)[0, 1]
+    return 0.0
+
+
+def correlation_at(pairs: TokenPairs, tokens: np.ndarray | slice) -> float:
+    """Correlation of log p and log q over some tokens."""
+    return pearson(pairs.train_logprobs[tokens], pairs.rollout_logprobs[tokens])
+
+
+def token_mean(values: np.ndarray, rows: np.ndarray) -> TokenMean:
+    """Mean over tokens, its error by the sums of each completion.
+
+    Args:
+        values: [n] of the tokens.
+        rows: [n] int, the completion of each.
+    """
+    mean = float(values.mean())
+    sums = np.bincount(rows, values - mean)
+    count = len(np.unique(rows))
+    error = np.inf
+    if count > 1:
+        variance = count / (count - 1) * (sums @ sums)
+        error = np.sqrt(variance) / len(values)
+    return TokenMean(mean=mean, error=error, completions=count)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -164,7 +255,7 @@ class Statistics:
 def mean_of(values: np.ndarray) -> float:
     """The mean; NaN of nothing."""
     if len(values):
-        return float(values.mean())
+        return values.mean()
     return np.nan
 
 
@@ -182,8 +273,6 @@ def measure(pairs: TokenPairs, tolerance: float | None = None) -> Statistics:
     """
     delta = pairs.discrepancy
     log_ratio = pairs.log_ratio
-    p = np.exp(pairs.train_logprobs, dtype=np.float64)
-    q = np.exp(pairs.rollout_logprobs, dtype=np.float64)
     weights = np.exp(log_ratio - log_ratio.max())
     sample_size = weights.sum() ** 2 / (len(log_ratio) * (weights**2).sum())
     p50, p99 = np.quantile(delta, (0.5, 0.99))
@@ -194,24 +283,24 @@ def measure(pairs: TokenPairs, tolerance: float | None = None) -> Statistics:
     if tolerance is None:
         tolerance = completions_over = np.nan
     else:
-        completions_over = float(np.mean(means_by_completion(pairs) > tolerance))
+        completions_over = np.mean(means_by_completion(pairs) > tolerance)
     return Statistics(
         tokens=len(delta),
         completions=len(pairs.lengths),
-        mean=float(delta.mean()),
-        p50=float(p50),
-        p99=float(p99),
-        max=float(delta.max()),
-        k1=float(-log_ratio.mean()),
-        k3=float(np.mean(np.expm1(log_ratio) - log_ratio)),
-        median_log_ratio=float(np.median(np.abs(log_ratio))),
-        pearson=_pearson(p, q),
-        effective_sample_size=float(sample_size),
-        displacement_mean=float(displacement.mean()),
-        displacement_abs_mean=float(size.mean()),
-        displacement_abs_p50=float(size_p50),
-        displacement_abs_p95=float(size_p95),
-        displacement_abs_p99=float(size_p99),
+        mean=delta.mean(),
+        p50=p50,
+        p99=p99,
+        max=delta.max(),
+        k1=-log_ratio.mean(),
+        k3=np.mean(np.expm1(log_ratio) - log_ratio),
+        median_log_ratio=np.median(np.abs(log_ratio)),
+        pearson=pearson(pairs.train_probs, pairs.rollout_probs, fewest=2),
+        effective_sample_size=sample_size,
+        displacement_mean=displacement.mean(),
+        displacement_abs_mean=size.mean(),
+        displacement_abs_p50=size_p50,
+        displacement_abs_p95=size_p95,
+        displacement_abs_p99=size_p99,
         completions_over=completions_over,
         tolerance=tolerance,
     )
@@ -221,12 +310,6 @@ def _log_odds(logprobs: np.ndarray) -> np.ndarray:
     """[n] float64, log p - log(1 - p), finite: p is at most 1 - 2^-24, float32's last below 1."""
     x = np.clip(logprobs.astype(np.float64), -1e4, -(2.0**-24))
     return x - np.log(-np.expm1(x))
-
-
-def _pearson(x: np.ndarray, y: np.ndarray) -> float:
-    if x.min() == x.max() or y.min() == y.max():
-        return 0.0
-    return float(np.clip(np.corrcoef(x, y)[0, 1], -1.0, 1.0))
 
 
 _FLOORS = 2.0
@@ -264,14 +347,16 @@ def recommend(mean: float, floor: float | None, defect: str | None) -> Recommend
     from dcmdp_jax.algorithm.dual import BUDGET_ROOM
 
     if defect is not None:
-        advice = (
-            f"No tolerance c is recommended until this is fixed: {defect}. Fix it and measure "
-            "again."
+        return Recommendation(
+            tolerance=math.nan,
+            reasoning=f"No tolerance c is recommended until this is fixed: {defect}. Fix it and "
+            "measure again.",
         )
-        return Recommendation(tolerance=math.nan, reasoning=advice)
     if mean == 0 and not floor:
-        agreement = "No tolerance c is needed: the two agree to the last bit."
-        return Recommendation(tolerance=math.nan, reasoning=agreement)
+        return Recommendation(
+            tolerance=math.nan,
+            reasoning="No tolerance c is needed: the two agree to the last bit.",
+        )
 
     by_mean = BUDGET_ROOM * mean
     by_floor = _FLOORS * (floor or 0.0)

@@ -251,7 +251,7 @@ def sampling_floor(
     first = dict(enumerate(episodes[:_SAMPLED_AGAIN]))
     together, alone = sample_alone(engine, first, short, seed=seed, step=0)
     if together.size:
-        return float(probability_difference(together, alone).mean())
+        return probability_difference(together, alone).mean()
     return None
 
 
@@ -278,7 +278,7 @@ def noise_floor(
         )
     ]
     expected = np.concatenate(together[: len(alone)])
-    return float(probability_difference(expected, np.concatenate(alone)).mean())
+    return probability_difference(expected, np.concatenate(alone)).mean()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -330,17 +330,14 @@ class Rescoring:
             pairs: the completions with both log-probs.
             prompt_index: [N] int, the prompt that each of them answers.
         """
-        count = max(1, int(np.searchsorted(np.cumsum(pairs.lengths), _MOST_TOKENS, side="right")))
-        tokens = int(pairs.lengths[:count].sum())
+        count = max(1, np.searchsorted(np.cumsum(pairs.lengths), _MOST_TOKENS, side="right"))
         self._setup = setup
         self._prompt_index = prompt_index[:count]
-        self._completions = np.split(pairs.token_ids[:tokens], pairs.starts[1:count])
-        self._train = pairs.train_logprobs[:tokens]
-        self._rollout = pairs.rollout_logprobs[:tokens]
+        self._pairs = pairs.where(pairs.completion < count)
 
     def rounding(self) -> float:
         """Mean |p - h| of the same model computed in the engine's dtype."""
-        return float(np.mean(probability_difference(self._train, self._plain)))
+        return np.mean(probability_difference(self._pairs.train_logprobs, self._plain))
 
     @functools.cached_property
     def _plain(self) -> np.ndarray:
@@ -348,23 +345,6 @@ class Rescoring:
 
     def explanations(self) -> Iterator[Explanation]:
         """Every re-scoring, the most probable and cheapest first."""
-        yield from self._other_precisions()
-        yield self._temperature()
-        for name, prompts in self._setup.prompt_variants.items():
-            yield self._explanation(
-                _Change(
-                    name=f"the prompt rendered as {name}",
-                    cause="chat_template",
-                    prompts=prompts,
-                )
-            )
-        for name, earlier in self._setup.earlier.items():
-            yield self._explanation(
-                _Change(name=f"the weights of {name}", cause="stale_weights", params=earlier)
-            )
-            yield from self._unsynchronized(name, earlier)
-
-    def _other_precisions(self) -> Iterator[Explanation]:
         setup = self._setup
         if setup.as_rounded is not None:
             yield self._explanation(
@@ -379,31 +359,43 @@ class Rescoring:
             cause="rounding",
             share=self._share(self._plain),
         )
-        for change in self._emulated():
+        for change in self._other_precisions():
             yield self._explanation(change)
-        yield self._explanation(
-            _Change(
-                name="fp8 weights, a scale for each block of 128 x 128",
-                cause="quantized_weights",
-                params=_in_blocks(setup.params, setup.config),
-            )
-        )
-        if setup.compute != "float32":
-            yield self._explanation(_Change(name="the model in float32", cause="rounding"))
+        yield self._temperature()
 
-    def _emulated(self) -> Iterator[_Change]:
-        """Quantizations, in the engine's dtype, those of its own settings first."""
+        for name, prompts in setup.prompt_variants.items():
+            yield self._explanation(
+                _Change(
+                    name=f"the prompt rendered as {name}",
+                    cause="chat_template",
+                    prompts=prompts,
+                )
+            )
+        for name, earlier in setup.earlier.items():
+            yield self._explanation(
+                _Change(name=f"the weights of {name}", cause="stale_weights", params=earlier)
+            )
+            yield from self._unsynchronized(name, earlier)
+
+    def _other_precisions(self) -> Iterator[_Change]:
+        """Quantizations, those of the engine's own settings first, and float32."""
         setup = self._setup
-        changes = sorted(_EMULATED, key=lambda change: change.cause not in setup.settings)
         if setup.precision in GROUPED:
-            in_groups = _Change(
+            yield _Change(
                 name=f"{setup.precision} weights, a scale for each group",
                 cause="quantized_weights",
+                dtype=setup.compute,
                 precision=setup.precision,
             )
-            changes.insert(0, in_groups)
-        for change in changes:
+        for change in sorted(_EMULATED, key=lambda change: change.cause not in setup.settings):
             yield dataclasses.replace(change, dtype=setup.compute)
+        yield _Change(
+            name="fp8 weights, a scale for each block of 128 x 128",
+            cause="quantized_weights",
+            params=_in_blocks(setup.params, setup.config),
+        )
+        if setup.compute != "float32":
+            yield _Change(name="the model in float32", cause="rounding")
 
     def _explanation(self, change: _Change) -> Explanation:
         share = self._share(self._ask(change))
@@ -411,10 +403,10 @@ class Rescoring:
         return Explanation(name=change.name, cause=change.cause, share=share)
 
     def _share(self, logprobs: np.ndarray) -> float:
-        mismatch = probability_difference(self._train, self._rollout).sum()
+        mismatch = self._pairs.discrepancy.sum()
         if not mismatch:
             return 0.0
-        return float(1 - probability_difference(logprobs, self._rollout).sum() / mismatch)
+        return 1 - probability_difference(logprobs, self._pairs.rollout_logprobs).sum() / mismatch
 
     def _ask(self, change: _Change, factors: Sequence[float] = (1.0,)) -> np.ndarray:
         """Log-probs [K, tokens] at the temperature times each of K factors."""
@@ -432,7 +424,8 @@ class Rescoring:
             compute=Compute(dtype=change.dtype, logprob_chunk=LOGPROB_CHUNK),
             cache=setup.cache,
         )
-        logprobs = in_rows(run, [prompts[index] for index in self._prompt_index], self._completions)
+        completions = np.split(self._pairs.token_ids, self._pairs.starts[1:])
+        logprobs = in_rows(run, [prompts[index] for index in self._prompt_index], completions)
         return np.concatenate(logprobs, axis=1)[: len(factors)]
 
     def _temperature(self) -> Explanation:

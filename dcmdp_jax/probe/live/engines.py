@@ -19,7 +19,7 @@ from dcmdp_jax.config.rollout import TRAINABLE, RolloutSettings
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, collect
 from dcmdp_jax.data.packing import one_a_row
 from dcmdp_jax.engines import engine_kind, process_memory, protocol
-from dcmdp_jax.engines.local.sizes import round_up
+from dcmdp_jax.engines.local.sizes import length_bucket, round_up
 from dcmdp_jax.engines.registry import ENGINES, find_engine
 from dcmdp_jax.errors import UserError, shorten, suggestion
 from dcmdp_jax.models import decoder, hf_weights
@@ -70,10 +70,12 @@ class ProbeSpec:
     @property
     def costs(self) -> dict[str, str]:
         """Cause of `columns.causes` -> the setting that has it as its price."""
+        if self.record is None:
+            return {}
         costs = {}
-        if self.record is not None and self.precision in self.record.quantized:
+        if self.precision in self.record.quantized:
             costs["quantized_weights"] = f"the engine's weights are {self.precision}"
-        if self.record is not None and self.cache != "auto":
+        if self.cache != "auto":
             costs["quantized_cache"] = f"the engine's key-value cache is {self.cache}"
         return costs
 
@@ -181,33 +183,28 @@ _MOST_ROWS = 32
 """Rows in one call, at most."""
 _ROWS = 8
 """Rows of a call are a multiple of it, where there are as many, so that few shapes compile."""
-_SHORTEST = 16
-"""Tokens of the shortest row; longer ones are a multiple of it."""
+_TOKENS = 16
+"""Tokens of a row are a multiple of it."""
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class TrainingStack:
-    """Scores completions with the forward pass of the training step, on one device."""
+    """Scores completions with the forward pass of the training step, on one device.
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        params: Params,
-        *,
-        compute: decoder.Compute,
-        scheme: Scheme = FULL,
-    ) -> None:
-        """Keep the parameters; nothing is compiled yet.
+    Nothing is compiled before the first call.
 
-        Args:
-            config: the model.
-            params: the trainer's parameters.
-            compute: dtype and kernel of the forward pass.
-            scheme: roundings of an engine that it repeats.
-        """
-        self._config = config
-        self._params = params
-        self._compute = compute
-        self._scheme = scheme
+    Attributes:
+        config: the model.
+        params: the trainer's parameters.
+        compute: dtype and kernel of the forward pass.
+        scheme: roundings of an engine that it repeats.
+    """
+
+    config: ModelConfig
+    params: Params
+    _: dataclasses.KW_ONLY
+    compute: decoder.Compute
+    scheme: Scheme = FULL
 
     def score(self, prompts: Ragged, completions: Ragged, *, temperature: float) -> Ragged:
         """Log-probs, float32 nats, one array for each completion."""
@@ -221,8 +218,13 @@ class TrainingStack:
         temperature: float,
     ) -> tuple[Ragged, Ragged]:
         """Log-probs and entropies, float32 nats, one array each for each completion."""
-        program = _program(self._config, self._compute, self._scheme, temperature)
-        run = functools.partial(program, self._params)
+        program = _program(
+            self.config,
+            self.compute,
+            self.scheme,
+            temperature,
+        )
+        run = functools.partial(program, self.params)
         results = in_rows(run, prompts, completions)
         return [logprobs for logprobs, _ in results], [entropies for _, entropies in results]
 
@@ -235,8 +237,14 @@ class TrainingStack:
         temperature: float,
     ) -> Ragged:
         """Log-probs of listed ids [T_i, k] in the place of each token, float32 nats, likewise."""
-        program = _program(self._config, self._compute, self._scheme, temperature, listed=True)
-        run = functools.partial(program, self._params)
+        program = _program(
+            self.config,
+            self.compute,
+            self.scheme,
+            temperature,
+            listed=True,
+        )
+        run = functools.partial(program, self.params)
         return [logprobs for (logprobs,) in in_rows(run, prompts, completions, listed)]
 
     def close(self) -> None:
@@ -290,11 +298,11 @@ def in_rows(
     totals = [len(p) + len(c) for p, c in zip(prompts, completions, strict=True)]
     buckets: dict[int, list[int]] = {}
     for index, total in enumerate(totals):
-        buckets.setdefault(max(_SHORTEST, 1 << (total - 1).bit_length()), []).append(index)
+        buckets.setdefault(length_bucket(total), []).append(index)
 
-    results: dict[int, np.ndarray] = {}
-    for _, members in sorted(buckets.items()):
-        length = round_up(max(totals[index] for index in members), _SHORTEST)
+    results = [None] * len(totals)
+    for members in buckets.values():
+        length = round_up(max(totals[index] for index in members), _TOKENS)
         count = len(members)
         if count >= _ROWS:
             count = min(_MOST_ROWS, round_up(count, _ROWS))
@@ -312,7 +320,7 @@ def in_rows(
             outputs = np.asarray(run(rows))
             for row, index in enumerate(indices):
                 results[index] = outputs[:, row, len(prompts[index]) : totals[index]].copy()
-    return [results[index] for index in range(len(totals))]
+    return results
 
 
 def in_places(rows: Rows, values: np.ndarray) -> np.ndarray:
@@ -399,7 +407,10 @@ def build(spec: ProbeSpec, policy: Policy, *, directory: Path, max_total_tokens:
     params = policy.params
     if spec.kind == "trainer":
         compute = decoder.Compute(dtype=spec.compute, logprob_chunk=LOGPROB_CHUNK)
-        return TrainingStack(config, params, compute=compute, scheme=_scheme(spec, config))
+        scheme = FULL
+        if spec.like:
+            scheme = _scheme(spec.like, spec.cache, config)
+        return TrainingStack(config, params, compute=compute, scheme=scheme)
     if spec.kind == "hf":
         return HuggingFace(config, params, directory)
     kind = spec.record
@@ -445,35 +456,18 @@ def cache_rounding(spec: ProbeSpec) -> str:
     if spec.kind not in TRAINABLE:
         return "fp8"
     cache = spec.cache if spec.cache in spec.record.emulated_caches else "fp8"
-    trainer = ProbeSpec(
-        kind="trainer",
-        precision="float32",
-        compute="float32",
-        cache=cache,
-        like=f"{spec.kind}:full",
-    )
-    return _scheme(trainer, None).cache
+    return _scheme(f"{spec.kind}:full", cache, None).cache
 
 
-def _scheme(spec: ProbeSpec, config: ModelConfig | None) -> Scheme:
-    """The roundings that the trainer repeats, of the engine `like`."""
-    if not spec.like:
-        return FULL
-    name, _, precision = spec.like.partition(":")
-    kind = find_engine(name)
-    arguments = engine_kind.EngineArguments(
-        model=config,
-        precision=precision,
-        compute_dtype=kind.quantized_compute,
-        kv_cache_dtype=spec.cache,
-        max_total_tokens=0,
-        max_rows=0,
-        min_rows=0,
-        settings=kind.settings(),
-    )
+def _scheme(like: str, cache: str, config: ModelConfig | None) -> Scheme:
+    """The roundings of an engine, KIND:PRECISION, and its cache that the trainer repeats."""
+    name, _, precision = like.partition(":")
+    kind = TRAINABLE[name]
     if precision not in kind.emulated:
         precision = "full"
-    cache = spec.cache if spec.cache in kind.emulated_caches else "full"
+    if cache not in kind.emulated_caches:
+        cache = "full"
+    arguments = engine_kind.EngineArguments(model=config, settings=kind.settings())
     return kind.scheme(arguments, precision, cache, jax.default_backend())
 
 
@@ -493,11 +487,7 @@ def check_same_tokens(
         return
     first_texts = {number: text for text, number in first.items()}
     second_texts = {number: text for text, number in second.items()}
-    differing = []
-    for number in first_texts | second_texts:
-        if first_texts.get(number) != second_texts.get(number):
-            differing.append(number)
-
+    differing = {number for number, _ in first_texts.items() ^ second_texts.items()}
     number = min(differing)
     raise UserError(
         f"the engines' vocabularies differ in {len(differing)} tokens: token {number} is "
@@ -523,7 +513,6 @@ class HuggingFace:
             raise UserError(
                 "engine hf: torch is not installed (BUILD.md tells how to get its CPU build)"
             ) from None
-        self._torch = torch
         hf_weights.save_params(
             params,
             config,
@@ -538,7 +527,8 @@ class HuggingFace:
 
     def score(self, prompts: Ragged, completions: Ragged, *, temperature: float) -> Ragged:
         """Log-probs, float32 nats, one array for each completion."""
-        torch = self._torch
+        import torch
+
         scores = []
         with torch.no_grad():
             for prompt, completion in zip(prompts, completions, strict=True):

@@ -127,8 +127,7 @@ def operator_differences(
             rounding=observed.rounding,
         )
         differences += in_order(sizes, index)
-    outer = {key: leaf for key, leaf in params.items() if key != "layers"}
-    return differences + in_order(_last(outer, observed.norm, observed.head, config=config), None)
+    return differences + in_order(_last(params, observed.norm, observed.head, config=config), None)
 
 
 def _tokens_of(prompts: Ragged, completions: Ragged) -> OnePass:

@@ -15,7 +15,7 @@ from dcmdp_jax.data.prompts import encode_prompts
 from dcmdp_jax.data.tokenizer import encode_texts, token_text
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.engines.protocol import EngineError, SamplingParams
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, one_line
 from dcmdp_jax.probe.columns.analysis import Measured
 from dcmdp_jax.probe.columns.evidence import Lifted
 from dcmdp_jax.probe.columns.pairs import Ragged, TokenPairs, probability_difference
@@ -60,6 +60,12 @@ class Session:
     def seed(self) -> int:
         """Seed of the samples."""
         return self.run.config.training.seed
+
+    def run_of(self, spec: ProbeSpec) -> Policy:
+        """The model of an engine."""
+        if spec.model:
+            return self.load(Path(spec.model))
+        return self.run
 
     def prompts(self, run: Policy) -> Ragged:
         """The problems as token ids, by a model's tokenizer."""
@@ -146,14 +152,9 @@ def _probe(
     keep: Callable[[Measured], None],
 ) -> Measured | None:
     """Measure a pair of engines; None, after a line, if one of them does not start here."""
-    specs = (spec, other)
-    runs = []
-    for engine_spec in specs:
-        run = session.run
-        if engine_spec.model:
-            run = session.load(Path(engine_spec.model))
-        runs.append(run)
-    sampling_run, scoring_run = runs
+    sampling_run = session.run_of(spec)
+    scoring_run = session.run_of(other)
+    runs = (sampling_run, scoring_run)
     names = (str(spec), str(other))
     if spec == other:
         names = (f"{spec} (a)", f"{other} (b)")
@@ -168,7 +169,7 @@ def _probe(
 
     with contextlib.ExitStack() as stack:
         engine_of_name = {}
-        for name, engine_spec, run in zip(names, specs, runs, strict=True):
+        for name, engine_spec, run in zip(names, (spec, other), runs, strict=True):
             session.show(f"starting {engine_spec}")
             # `hf` writes its copy of the model beside the directory first, then moves it there.
             directory = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "engine"
@@ -180,7 +181,7 @@ def _probe(
                     max_total_tokens=total,
                 )
             except (UserError, EngineError, MemoryError) as error:
-                reason = " ".join(str(error).split())
+                reason = one_line(error)
                 if name == names[1]:
                     reason = f"{other} did not start: {reason}"
                 session.show(f"{spec} left out: {reason}")
@@ -285,8 +286,7 @@ def _lifted(
         try:
             return lift(spec, build, prompts, sampled, measured.pairs, temperature=temperature)
         except (UserError, EngineError, MemoryError) as error:
-            reason = " ".join(str(error).split())
-            session.show(f"{measured.name}: not scored without its settings: {reason}")
+            session.show(f"{measured.name}: not scored without its settings: {one_line(error)}")
             return []
 
 
@@ -316,20 +316,18 @@ def lift(
     Raises:
         UserError, EngineError, MemoryError: if such an engine does not start or score here.
     """
-    count = min(_MOST_LIFTED, len(pairs.lengths))
-    tokens = int(pairs.lengths[:count].sum())
-    train = pairs.train_logprobs[:tokens]
-    mismatch = pairs.discrepancy[:tokens].sum()
-    asked_prompts = [prompts[index] for index in sampled.prompt_index[:count]]
-    completions = sampled.completion_ids[:count]
+    pairs = pairs.where(pairs.completion < _MOST_LIFTED)
+    mismatch = pairs.discrepancy.sum()
+    asked_prompts = [prompts[index] for index in sampled.prompt_index[:_MOST_LIFTED]]
+    completions = sampled.completion_ids[:_MOST_LIFTED]
 
     lifted = []
     for cause in spec.costs:
         other = spec.without(cause)
         with contextlib.closing(build(other)) as engine:
             logprobs = engine.score(asked_prompts, completions, temperature=temperature)
-        remaining = probability_difference(np.concatenate(logprobs), train).sum()
-        share = float(1 - remaining / mismatch) if mismatch else 0.0
+        remaining = probability_difference(np.concatenate(logprobs), pairs.train_logprobs).sum()
+        share = 1 - remaining / mismatch if mismatch else 0.0
         lifted.append(Lifted(engine=str(other), cause=cause, share=share))
     return lifted
 

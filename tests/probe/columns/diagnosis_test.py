@@ -11,10 +11,11 @@ import pytest
 import scipy.stats
 
 from dcmdp_jax.observe.legs import DECODING, Leg
+from dcmdp_jax.probe.columns.alignment import break_at
 from dcmdp_jax.probe.columns.causes import CAUSES
 from dcmdp_jax.probe.columns.diagnosis import diagnose
-from dcmdp_jax.probe.columns.evidence import Evidence, Explanation, TokenMean, break_at, collect
-from dcmdp_jax.probe.columns.pairs import make_pairs
+from dcmdp_jax.probe.columns.evidence import Evidence, Explanation, collect
+from dcmdp_jax.probe.columns.pairs import TokenMean, make_pairs
 from research import causes, causes_recurrent
 from research.causes_record import read_kept
 from tests.support.sampled_columns import columns
