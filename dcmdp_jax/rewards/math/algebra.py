@@ -54,12 +54,9 @@ _KINKS = tuple(
     for name in vocabulary("Abs sign floor ceiling frac Mod Max Min Heaviside re im arg conjugate")
 )
 _INFINITIES = sympy.oo, -sympy.oo, sympy.zoo
-_RELATIONS = {sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le}
 _E_NOTATION = re.compile(r"(?<![\w.])([0-9]++(?:\.[0-9]*+)?|\.[0-9]++)[eE]([+-]?[0-9]++)(?![\w.])")
 _EULER_LOOKALIKE = re.compile(r"(?<![\\a-zA-Z])E(?![a-zA-Z])|(?<=[0-9a-zA-Z} ])(?<!\\)E(?=[_^ ]|$)")
-_NAMED_INDEX = re.compile(
-    r"_ ?(?:\{ ?\\(odot|oplus|max|min) ?\}|\\(odot|oplus|max|min)(?![a-zA-Z]))"
-)
+_NAMED_INDEX = re.compile(r"_ ?(\{ ?)?\\(odot|oplus|max|min)(?(1) ?\}|(?![a-zA-Z]))")
 _COMMAND = re.compile(r"\\[a-zA-Z]+")
 _LETTER_OR_COMMAND = re.compile(r"\\[a-zA-Z]++|[a-zA-Z]")
 _ABBREVIATION = re.compile(r"(?<![\\a-zA-Z])[A-Z]{3,}+(?![a-z])")
@@ -75,7 +72,7 @@ _CROSS = re.compile(r"\\times(?! ?[0-9])")
 _TRANSPOSED = re.compile(r"\^ ?(?:T(?![a-zA-Z])|\{ ?T ?\})")
 _MATRIX = re.compile(r"\\(?:begin|mathbf)(?![a-zA-Z])")
 _OWN_MEANING = re.compile(r"!!|(?<![a-zA-Z\\])[fgh] ?\^ ?\{ ?-1 ?\}")
-_PRODUCT = re.compile(r"(?<![\w^{.])([0-9]++) ?\((?= ?\\frac)|(\( ?[0-9]++ ?\)) ?(?=\\frac)")
+_PRODUCT = re.compile(r"((?<![\w^{.])[0-9]++(?= ?\( ?\\frac)|\( ?[0-9]++ ?\)(?= ?\\frac)) ?")
 _VECTOR = re.compile(r"\\(?:vec|overrightarrow|mathbf)(?![a-zA-Z])")
 _DERIVATIVE = re.compile(
     r"\\frac ?\{ ?(?:d|\\partial) ?(\\?[a-zA-Z]++)(?:\([a-z]\))? ?\} ?"
@@ -168,10 +165,10 @@ def parse(text: str) -> list[Any]:
         text = _DEGREES.sub(r"{(\1 \\cdot \\frac{\\pi}{180})}", text)
     text = re.sub(r"\\degree ?", "", text)
     # The parser takes `2(\frac{1}{2})` for a mixed number.
-    text = _PRODUCT.sub(_with_dot, text)
+    text = _PRODUCT.sub(r"\1 \\cdot ", text)
     # latex2sympy2-extended 1.11 reads E as Euler's number, which takes no index, and no command as
     # an index.
-    text = _NAMED_INDEX.sub(lambda match: f"_{{{match[1] or match[2]}}}", text)
+    text = _NAMED_INDEX.sub(r"_{\2}", text)
     text = _EULER_LOOKALIKE.sub(r"\\Xi ", text)
 
     values = math_verify.parse(f"${text}$", _EXTRACTION, parsing_timeout=None, raise_on_error=True)
@@ -183,12 +180,6 @@ def parse(text: str) -> list[Any]:
         if not isinstance(value, str) and not is_undefined:
             readable_values.append(value)
     return readable_values
-
-
-def _with_dot(product: re.Match[str]) -> str:
-    if product[1]:
-        return rf"{product[1]} \cdot ("
-    return rf"{product[2]} \cdot "
 
 
 def _is_readable(text: str) -> bool:
@@ -229,10 +220,9 @@ def _with_distinct_case(predicted: str, expected: str) -> tuple[str, str]:
     ):
         renamed.append("T")  # a power: the parser takes it for a transpose and drops it
 
-    letters = {name for name in names if len(name) == 1}
     unused_letters = []
     for letter in "abghjklmnpqrstuvwxyz":
-        if letter not in letters and letter.upper() not in letters:
+        if not names & {letter, letter.upper()}:
             unused_letters.append(letter)
     if len(unused_letters) < len(renamed):
         raise ValueError(f"too many letters to distinguish: {predicted!r}, {expected!r}")
@@ -255,7 +245,7 @@ def _is_relation(value: Any) -> bool:
 
 
 def _difference(relation: Any) -> Any:
-    return _plain_symbols(_with_exact_decimals(relation.lhs) - _with_exact_decimals(relation.rhs))
+    return _normalized(relation.lhs) - _normalized(relation.rhs)
 
 
 def _same_relation(predicted: Any, expected: Any, seed: bytes) -> bool | None:
@@ -268,8 +258,6 @@ def _same_relation(predicted: Any, expected: Any, seed: bytes) -> bool | None:
         predicted = predicted.reversed
     if isinstance(expected, sympy.Gt | sympy.Ge):
         expected = expected.reversed
-    if type(predicted) not in _RELATIONS or type(expected) not in _RELATIONS:
-        return None
     if type(predicted) is not type(expected):
         return False
 
@@ -346,14 +334,20 @@ def _is_solvable(equation: Any) -> bool:
         return False
 
 
-def _plain_symbols(value: Any) -> Any:
-    """Give a letter the same assumptions in all texts, and make `i` the imaginary unit."""
-    plain = {}
+def _normalized(value: Any) -> Any:
+    """Give a letter the same assumptions in all texts, make `i` the imaginary unit.
+
+    Decimals become rationals: sympy adds them up with 15 digits when it rebuilds a sum.
+    """
+    replacements = {}
+    for decimal in value.atoms(sympy.Float):
+        if decimal.is_finite:
+            replacements[decimal] = sympy.Rational(str(decimal))
     for symbol in value.free_symbols:
-        plain[symbol] = sympy.Symbol(symbol.name)
+        replacements[symbol] = sympy.Symbol(symbol.name)
         if symbol.name == "i":
-            plain[symbol] = sympy.I
-    return value.xreplace(plain)
+            replacements[symbol] = sympy.I
+    return value.xreplace(replacements)
 
 
 def _same_expression(
@@ -371,9 +365,8 @@ def _same_expression(
     """
     if exact is None:
         exact = _is_exact(predicted, expected)
-    # Decimals first: sympy adds them up with 15 digits when it rebuilds a sum.
-    predicted = _plain_symbols(_with_exact_decimals(predicted))
-    expected = _plain_symbols(_with_exact_decimals(expected))
+    predicted = _normalized(predicted)
+    expected = _normalized(expected)
     decades = _decades(predicted, expected)
     is_constant = not (predicted.free_symbols | expected.free_symbols)
     if decades > _MAX_DECADES:
@@ -392,7 +385,7 @@ def _same_expression(
     )
     if is_constant:
         return agree({})
-    symbols = sorted(predicted.free_symbols | expected.free_symbols, key=lambda symbol: symbol.name)
+    symbols = sorted(predicted.free_symbols | expected.free_symbols, key=str)
     has_kinks = any(symbol.name.startswith("kink") for symbol in symbols)
     verdict_if_unequal = False
     if has_kinks:
@@ -453,11 +446,6 @@ def _terminates(constant: Any) -> bool:
         return bool(constant.is_integer)
     value = constant.doit()
     return isinstance(value, sympy.Rational) and 10 ** value.q.bit_length() % value.q == 0
-
-
-def _with_exact_decimals(value: Any) -> Any:
-    decimals = [decimal for decimal in value.atoms(sympy.Float) if decimal.is_finite]
-    return value.xreplace({decimal: sympy.Rational(str(decimal)) for decimal in decimals})
 
 
 def _agree_at(
