@@ -167,7 +167,7 @@ _CURRENCY = re.compile(
     r"|(?P<sterling>£|\\pounds(?![a-zA-Z]))|(?P<yuan_or_yen>¥)|(?P<won>₩)|(?P<lira>₺)"
     r"|(?P<rupee>₹|(?:\\text ?\{ ?)?+Rs\.?+ ?\}?+(?= ?[0-9]))) ?"
 )
-_CURRENCY_SIGNS = {"€": "euro", "£": "GBP", "₩": "won", "₺": "lira"}
+_SIGNS = {"€": "euro", "£": "GBP", "₩": "won", "₺": "lira", "C": "celsius", "F": "fahrenheit"}
 _ONE_SIGN = [{(("yuan_or_yen", 1),), ((name, 1),)} for name in ("yuan", "yen")]
 _SPEED = re.compile(r"(?<![a-zA-Z])(?:mph|kph|kmph)(?![a-zA-Z])")
 _PARTS = {
@@ -297,12 +297,7 @@ def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
             continue
         if unit.dimension == (("angle", 1),) and PERIODIC.search(value):
             continue
-        powers = Counter(dict(quantity.dimension))
-        for name, power in unit.dimension:
-            if name in _CURRENCY.groupindex:
-                powers[name] = power
-            else:
-                powers[name] += power
+        powers = dict(quantity.dimension) | dict(unit.dimension)
         return dataclasses.replace(unit, text=value, dimension=tuple(sorted(powers.items())))
     return quantity
 
@@ -360,10 +355,8 @@ def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
             in_text = True
             in_prose |= _PROSE.search(piece[0]) is not None
             plain += f" {piece['content']} "
-        elif kind == "scale":
-            plain += " celsius " if piece["scale"] == "C" else " fahrenheit "
-        elif kind == "sign":
-            plain += f" {_CURRENCY_SIGNS[piece[0]]} "
+        elif kind in ("scale", "sign"):
+            plain += f" {_SIGNS[piece[kind]]} "
         else:
             plain += piece[0]
     return _read_words(plain, any_noun=any_noun and in_prose, letters=letters or in_text)
@@ -380,7 +373,7 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
     words = text.strip(" .}·()").lower()
     if share and not words:
         return Quantity("")
-    fraction = _FRACTIONS.get(words) or _FRACTIONS.get(words.removesuffix("s"))
+    fraction = _FRACTIONS.get(words.removesuffix("s"))
     if fraction:
         return Quantity("", scale=fraction)
 
@@ -438,7 +431,7 @@ class _UnitReader:
             if plain.startswith("sq"):
                 self.next_power = 2
             return True
-        scale = _SCALES.get(word) or _SCALES.get(word.removesuffix("s"))
+        scale = _SCALES.get(word.removesuffix("s"))
         if scale:
             self.scale *= scale
             return not (self.powers or self.nouns or self.percent or self.is_joined)
