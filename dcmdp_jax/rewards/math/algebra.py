@@ -261,7 +261,9 @@ def _same_relation(predicted: Any, expected: Any, seed: bytes) -> bool | None:
     if type(predicted) is not type(expected):
         return False
 
-    exact = _is_exact(predicted.lhs - predicted.rhs, expected.lhs - expected.rhs)
+    written_predicted = predicted.lhs - predicted.rhs
+    written_expected = expected.lhs - expected.rhs
+    exact = _is_exact(written_predicted, written_expected)
     predicted_difference = _difference(predicted)
     expected_difference = _difference(expected)
     if predicted_difference.free_symbols != expected_difference.free_symbols:
@@ -293,7 +295,12 @@ def _same_relation(predicted: Any, expected: Any, seed: bytes) -> bool | None:
     # that are not equal it raises KeyError.
     if isinstance(predicted, sympy.Eq) and _is_solvable(expected):
         return None
-    return is_proportional is None and _same_differences(predicted, expected)
+    if is_proportional is False:
+        return False
+    # The differences are equal, or opposite.
+    return _library_verifies([written_predicted], [written_expected]) or _library_verifies(
+        [-written_predicted], [written_expected]
+    )
 
 
 def _same_sides(predicted: Any, expected: Any, seed: bytes) -> bool:
@@ -315,15 +322,6 @@ def _same_sides(predicted: Any, expected: Any, seed: bytes) -> bool:
 def _is_scale(value: Any) -> bool:
     """Whether a difference's value at a point can be divided by."""
     return bool(value.is_number and value.is_finite and value.evalf(_DIGITS) != 0)
-
-
-def _same_differences(predicted: Any, expected: Any) -> bool:
-    """Whether the differences of the sides of two relations are equal, or opposite."""
-    predicted_difference = predicted.lhs - predicted.rhs
-    expected_difference = expected.lhs - expected.rhs
-    return _library_verifies([predicted_difference], [expected_difference]) or _library_verifies(
-        [-predicted_difference], [expected_difference]
-    )
 
 
 def _is_solvable(equation: Any) -> bool:
@@ -518,7 +516,7 @@ def _sample_points(
     draw = random.Random(seed)
 
     def coordinates() -> list[Any]:
-        signs = [1, -1] * (count // 2) + [1] * (count % 2)
+        signs = ([1, -1] * count)[:count]
         if positive:
             signs = [1] * count
         powers = [round(-decades + 2 * decades * (k + 0.5) / count) for k in range(count)]
