@@ -101,7 +101,7 @@ class IsolatedPool(Closing):
         module: has `load`, which returns the function.
         load_args: arguments of `load`, JSON values.
         workers: maximum number of processes. A process is started when a call waits for one.
-        memory_bytes: address space of a process, and of each that it starts; 0 for no limit.
+        memory_gib: address space of a process, and of each that it starts, in GiB; 0 for no limit.
         output: file that gets what the processes print, at its end; None discards it.
     """
 
@@ -111,10 +111,10 @@ class IsolatedPool(Closing):
         load_args: Sequence[Any] = (),
         *,
         workers: int = 1,
-        memory_bytes: int = 0,
+        memory_gib: float = 0.0,
         output: Path | None = None,
     ) -> None:
-        self._new_worker = functools.partial(_Worker, module, load_args, memory_bytes, output)
+        self._new_worker = functools.partial(_Worker, module, load_args, memory_gib, output)
         self._max_workers = workers
         # Tries, place in line, call.
         self._calls: queue.PriorityQueue[tuple[int, int, _Call | None]] = queue.PriorityQueue()
@@ -201,12 +201,12 @@ class _Worker:
         self,
         module: str,
         load_args: Sequence[Any],
-        memory_bytes: int,
+        memory_gib: float,
         output: Path | None,
     ) -> None:
         self._module = module
         self._load_args = load_args
-        self._memory_bytes = memory_bytes
+        self._memory_bytes = int(memory_gib * 1024**3)
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
         self._connection = contextlib.ExitStack()  # closes the socket and the lifeline
