@@ -57,7 +57,7 @@ _INFINITIES = sympy.oo, -sympy.oo, sympy.zoo
 _E_NOTATION = re.compile(r"(?<![\w.])([0-9]++(?:\.[0-9]*+)?|\.[0-9]++)[eE]([+-]?[0-9]++)(?![\w.])")
 _EULER_LOOKALIKE = re.compile(r"(?<![\\a-zA-Z])E(?![a-zA-Z])|(?<=[0-9a-zA-Z} ])(?<!\\)E(?=[_^ ]|$)")
 _NAMED_INDEX = re.compile(r"_ ?(\{ ?)?\\(odot|oplus|max|min)(?(1) ?\}|(?![a-zA-Z]))")
-_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _LETTER_OR_COMMAND = re.compile(r"\\[a-zA-Z]++|[a-zA-Z]")
 _ABBREVIATION = re.compile(r"(?<![\\a-zA-Z])[A-Z]{3,}+(?![a-z])")
 _PRIMED = re.compile(r"(\\[a-zA-Z]++|[a-zA-Z])(?:_([a-zA-Z0-9]))?('++)")
@@ -78,7 +78,7 @@ _DERIVATIVE = re.compile(
     r"\\frac ?\{ ?(?:d|\\partial) ?(\\?[a-zA-Z]++)(?:\([a-z]\))? ?\} ?"
     r"\{ ?(?:d|\\partial) ?([a-zA-Z]|\\[a-zA-Z]++) ?\}"
 )
-_NUMBER_WITH_INDEX = re.compile(r"[0-9] ?_")
+_QUOTE_OR_NUMERAL = re.compile(r"['\"]|[0-9] ?_")
 # The parser takes `12 34` for a product or a sum and `0xFF` for zero times letters.
 _NO_NUMBER = re.compile(r"(?<![0-9_^])[0-9]++ [0-9]|(?<![0-9._^])(?<!_\{)0++[ {}]*+[xXbBoO]")
 _DEGREES = re.compile(r"([0-9]++(?:\.[0-9]++)?) ?\\degree")
@@ -184,9 +184,9 @@ def parse(text: str) -> list[Any]:
 
 def _is_readable(text: str) -> bool:
     """Whether the parser reads all of an answer: it may drop words; `25_8` is a numeral."""
-    if not all(is_read_command(command[1:]) for command in _COMMAND.findall(text)):
+    if not all(map(is_read_command, _COMMAND.findall(text))):
         return False
-    return not _NUMBER_WITH_INDEX.search(text) and "'" not in text and '"' not in text
+    return not _QUOTE_OR_NUMERAL.search(text)
 
 
 def _with_named_parts(text: str) -> str:
@@ -207,17 +207,14 @@ def _with_distinct_case(predicted: str, expected: str) -> tuple[str, str]:
 
     `C` is kept, because it is a constant of integration in either case.
     """
-    names = set(_LETTER_OR_COMMAND.findall(predicted + expected))
+    both = predicted + expected
+    names = set(_LETTER_OR_COMMAND.findall(both))
     renamed = []
     for name in sorted(names - {"C"}):
         lower = name.lower()
         if name != lower and lower in names and (len(name) == 1 or lower[1:] in GREEK_COMMANDS):
             renamed.append(name)
-    if (
-        "T" not in renamed
-        and _TRANSPOSED.search(predicted + expected)
-        and not _MATRIX.search(predicted + expected)
-    ):
+    if "T" not in renamed and _TRANSPOSED.search(both) and not _MATRIX.search(both):
         renamed.append("T")  # a power: the parser takes it for a transpose and drops it
 
     unused_letters = []
@@ -558,7 +555,7 @@ def _constants(value: Any) -> list[Any]:
 
 def _replace_kinks(predicted: Any, expected: Any, seed: bytes) -> tuple[Any, Any]:
     """Both with each part that is not smooth as a variable, the same for equal parts."""
-    variables: dict[Any, Any] = {}
+    variables = {}
     for _ in range(64):
         innermost = []
         for kink in predicted.atoms(*_KINKS) | expected.atoms(*_KINKS):
