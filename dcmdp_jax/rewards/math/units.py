@@ -35,7 +35,7 @@ sterling: GBP 1, pence 1/100
 yuan: yuan RMB 1
 yen: yen JPY 1
 rupee: rupee Rs INR 1
-angle: degree deg 1
+angle: degree deg \\degree 1
 radian: radian rad 1
 celsius: celsius 1
 fahrenheit: fahrenheit 1
@@ -56,13 +56,26 @@ acre: acre 1
 hectare: hectare 1
 before noon: am a.m a.m. 1
 after noon: pm p.m p.m. 1
+won: won KRW 1
+lira: lira lire 1
+krona: krona kronor SEK 1
+krone: krone kroner 1
+peso: peso 1
+franc: franc CHF 1
+ruble: ruble rouble 1
+rupiah: rupiah 1
+ringgit: ringgit 1
+baht: baht 1
+dong: dong 1
+zloty: zloty PLN 1
+forint: forint 1
+dirham: dirham 1
+dinar: dinar 1
+riyal: riyal rial 1
+shekel: shekel 1
+rand: rand 1
 """
 _MEASURES = dict(line.split(": ") for line in _MEASURES_TABLE.strip().splitlines())
-_CURRENCIES = (
-    "won KRW, lira lire, krona kronor SEK, krone kroner, peso, franc CHF, ruble rouble, rupiah, "
-    "ringgit, baht, dong, zloty PLN, forint, dirham, dinar, riyal rial, shekel, rand"
-)
-_MEASURES |= {names.split()[0]: f"{names} 1" for names in _CURRENCIES.split(", ")}
 # Before a symbol, before a name, the power of ten.
 _PREFIXES = (
     "n nano -9, µ micro -6, u micro -6, m milli -3, c centi -2, d deci -1, k kilo 3, M "
@@ -84,20 +97,34 @@ _COUNTED = vocabulary(
     toy tree triangle truck value vertex vote way white woman women word worker dime nickel
     """
 )
-_SCALES = {"dozen": 12, "hundred": 100, "myriad": 10**4, "lakh": 10**5, "crore": 10**7}
-_SCALES |= {"thousand": 10**3, "million": 10**6, "milliard": 10**9, "billion": 10**9}
-_SCALES |= {"trillion": 10**12, "quadrillion": 10**15}
+_SCALES = {
+    "dozen": 12,
+    "hundred": 100,
+    "myriad": 10**4,
+    "lakh": 10**5,
+    "crore": 10**7,
+    "thousand": 10**3,
+    "million": 10**6,
+    "milliard": 10**9,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "quadrillion": 10**15,
+}
 _ORDINALS = (
     "third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth "
     "fifteenth sixteenth seventeenth eighteenth nineteenth twentieth"
 )
 _TENS = "thirtieth fortieth fiftieth sixtieth seventieth eightieth ninetieth"
 # Parts of one, which change the number in front of them; two words are joined by `_PARTS`.
-_FRACTIONS = {"half": Fraction(1, 2), "halve": Fraction(1, 2), "permille": Fraction(1, 1000)}
+_FRACTIONS = {
+    "half": Fraction(1, 2),
+    "halve": Fraction(1, 2),
+    "permille": Fraction(1, 1000),
+    "basispoint": Fraction(1, 10**4),
+}
 _FRACTIONS |= {name: Fraction(1, size) for size, name in enumerate(_ORDINALS.split(), 3)}
 _FRACTIONS |= {name: Fraction(1, 10 * tens) for tens, name in enumerate(_TENS.split(), 3)}
 _FRACTIONS |= {f"{name}th": Fraction(1, size) for name, size in _SCALES.items()}
-_FRACTIONS["basispoint"] = Fraction(1, 10**4)
 _CHANGES_A_VALUE = vocabulary(
     """
     about above and approximately at base below between binary but choose cubed decimal divided
@@ -436,7 +463,7 @@ class _UnitReader:
             self.scale *= scale
             return not (self.powers or self.nouns or self.percent or self.is_joined)
 
-        unit = _BY_NAME["degree"] if word == r"\degree" else _look_up(word)
+        unit = _look_up(word)
         if unit is None:
             return self._read_noun(plain)
         self.lone_letters |= word in _AMBIGUOUS
