@@ -99,7 +99,7 @@ def extract_answer(completion: str, extraction: str = "strict") -> str | None:
         box (a truncated completion) or is longer than `MAX_ANSWER_CHARACTERS`.
     """
     answer = last_boxed(completion)
-    if answer is None and not has_box(completion):
+    if not has_box(completion):
         line = _last(_ANSWER_LINE, completion)
         if line is None and extraction == "flexible":
             line = _last(_STATED, completion)

@@ -89,7 +89,7 @@ def equivalent(prediction: str, gold: str) -> bool:
     gold = _ABOUT.sub("", gold, count=1)
     predicted = _without_approximation(normalize_answer(prediction))
     expected = _without_approximation(normalize_answer(gold), trusted=True)
-    if predicted is None or expected is None or _leaves_work(predicted, expected):
+    if predicted is None or _leaves_work(predicted, expected):
         return False
 
     if tolerance is not None:
@@ -119,7 +119,7 @@ def _leaves_work(predicted: str, expected: str) -> bool:
 
 
 def _operations(text: str) -> set[str]:
-    return {match[match.lastindex or 0] for match in _OPERATION.finditer(text)}
+    return {match[match.lastindex] for match in _OPERATION.finditer(text)}
 
 
 def _same(predicted: str, expected: str) -> bool:
@@ -212,16 +212,14 @@ def _spelled_out(items: list[str]) -> list[str]:
     after = len(numbers) - before
     if before < 2 or after < 1:
         return items
-    first, second = map(int, numbers[:2])
-    step = second - first
+    integers = list(map(int, numbers))
+    step = integers[1] - integers[0]
     if step == 0:
         return items
-    last = int(numbers[-1])
-    series = range(first, last + step, step)
+    series = range(integers[0], integers[-1] + step, step)
     if not len(numbers) <= len(series) <= _MAX_SPELLED_OUT:
         return items
-    is_series = list(map(int, numbers)) == [*series[:before], *series[-after:]]
-    if not is_series:
+    if integers != [*series[:before], *series[-after:]]:
         return items
     return list(map(str, series))
 
@@ -546,7 +544,7 @@ def _elements(text: str) -> list[str]:
 
 
 # Tried in this order; the first that decides counts.
-_COMPARISONS: tuple[Callable[[str, str], bool | None], ...] = (
+_COMPARISONS = (
     compare_literals,
     _choices,
     _measured,

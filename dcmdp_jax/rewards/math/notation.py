@@ -194,7 +194,7 @@ def last_boxed(text: str) -> str | None:
     # One pass: a looping completion may open ten thousand boxes and close none. A token is a box,
     # or a run of braces, which moves the depth by its length.
     depth = 0
-    open_boxes: list[tuple[int, int]] = []  # depth inside and where the content starts
+    open_boxes = []  # depth inside and where the content starts
     start = -1
     end = -1
     for token in _BRACES.finditer(text, first.start()):

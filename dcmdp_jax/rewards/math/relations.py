@@ -195,7 +195,7 @@ def _solved(text: str) -> tuple[str, list[str], str, str] | None:
     """
     relations = SIGN.findall(text)
     sides = [side.strip() for side in SIGN.split(text)]
-    if not relations or not all(sides):
+    if not all(sides):
         return None
     if all(relation in _DOWNWARD for relation in relations):
         relations = [_DOWNWARD[relation] for relation in reversed(relations)]
@@ -203,7 +203,7 @@ def _solved(text: str) -> tuple[str, list[str], str, str] | None:
 
     if len(sides) == 3 and _UPWARD.keys() >= set(relations):
         low, name, high = sides
-    elif len(sides) == 2 and relations == [r"\neq"]:
+    elif relations == [r"\neq"]:
         name, low = sides
         high = low
     elif len(sides) == 2 and relations[0] in _UPWARD:
