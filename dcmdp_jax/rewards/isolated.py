@@ -40,18 +40,13 @@ from dcmdp_jax.rewards.isolated_worker import BadMessage, receive, send
 _PROGRAM = ("-P", "-m", "dcmdp_jax.rewards.isolated_worker")
 LOAD_SECONDS = 300.0
 """Longest time to load a function. Some libraries take minutes to import on a busy machine."""
-_ATTEMPTS = 2
 _MAX_REPLY_BYTES = 1 << 28
-_POLL_SECONDS = 0.05
+_POLL_MILLISECONDS = 50
 _END_SECONDS = 1.0
 _ON_WAIT_SECONDS = 0.1
 # Processor time of a call's first try. It gets its whole limit once no other call waits for a first
 # try, so slow calls don't delay the others.
 _FIRST_TRY_CPU_SECONDS = 0.5
-_STRAY = (
-    "something wrote to the socket of the process that calls it, such as to an inherited "
-    "file descriptor"
-)
 
 
 class CallError(Exception):
@@ -219,7 +214,7 @@ class _Worker:
         Raises:
             CallError: if there is none.
         """
-        for _ in range(_ATTEMPTS):
+        for _ in range(2):
             with contextlib.suppress(_Died):
                 # It died, or wrote what nobody asked for.
                 if self._process is None or self._readable.poll(0):
@@ -297,7 +292,7 @@ class _Worker:
 
         def wait() -> None:
             while time.monotonic() < end:
-                if self._readable.poll(_POLL_SECONDS * 1000):
+                if self._readable.poll(_POLL_MILLISECONDS):
                     return
                 # A child of the process may keep the socket open.
                 if process.poll() is not None:
@@ -314,7 +309,11 @@ class _Worker:
             raise CallError("timeout") from None
         except BadMessage:
             self.end()
-            raise CallError("error", _STRAY) from None
+            raise CallError(
+                "error",
+                "something wrote to the socket of the process that calls it, such as to an "
+                "inherited file descriptor",
+            ) from None
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)
