@@ -71,7 +71,7 @@ class RewardPool(Closing):
         for name in functions:
             self._pools[name] = IsolatedPool(
                 __name__,
-                (name, list(columns)),
+                (name, columns),
                 memory_gib=memory_gib,
                 output=output,
             )

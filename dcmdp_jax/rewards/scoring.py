@@ -211,9 +211,9 @@ class RewardScorer:
         stop_on_error: bool,
         output: Path | None = None,
     ) -> None:
-        self.rewards = tuple(rewards)
+        self.rewards = rewards
         self.verifier = verifier
-        self.columns = tuple(columns)
+        self.columns = columns
         self.by_source = by_source
         self.stop_on_error = stop_on_error
         functions = [reward.function for reward in rewards]
