@@ -48,9 +48,7 @@ _MODULUS = re.compile(
 )
 _CHOICE_AND_VALUE = re.compile(r"(\()?([A-H])(?(1)\)[.:]?|[.):]) (.+)", re.DOTALL)
 _TO = re.compile(r":|(?<=[0-9]) ?(?:\\text ?\{ ?to ?\}|(?<= )to(?= )) ?(?=[0-9])")
-_QUOTIENT = re.compile(
-    r"(\\frac ?\{ ?)?(?P<above>[0-9]++) ?(?(1)\} ?\{|/) ?(?P<below>[0-9]++)(?(1) ?\})"
-)
+_QUOTIENT = re.compile(r"\\frac ?\{ ?([0-9]++) ?\} ?\{ ?([0-9]++) ?\}|([0-9]++) ?/ ?([0-9]++)")
 _CUT_DECIMAL = re.compile(r"([+-]?[0-9]*+\.([0-9]{3,15}+))\\ldots")
 _ABOUT = re.compile(
     r"\A\s*+(?:\\text ?\{)?\s*+(?:about|approximately|approx\.?)\s*+\}?\s*+(?=[0-9])"
@@ -468,7 +466,7 @@ def _quotient_terms(text: str) -> list[str] | None:
     match = _QUOTIENT.fullmatch(text)
     if match is None:
         return None
-    return [match["above"], match["below"]]
+    return [match[1] or match[3], match[2] or match[4]]
 
 
 def _unions(predicted: str, expected: str) -> bool | None:
