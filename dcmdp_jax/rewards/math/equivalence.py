@@ -163,7 +163,9 @@ def _residues(predicted: str, expected: str) -> bool | None:
     expected_sides, expected_modulus = _sides_and_modulus(expected)
     if modulus is None and expected_modulus is None:
         return None
-    if modulus != expected_modulus or max(len(predicted_sides), len(expected_sides)) > 2:
+    if modulus != expected_modulus:
+        return False
+    if max(len(predicted_sides), len(expected_sides)) > 2:
         return False
 
     names = {
