@@ -79,7 +79,7 @@ class EnvironmentPool(Closing):
         self._pool = IsolatedPool(
             __name__,
             (name, list(columns), *tools),
-            memory_bytes=int(memory_gib * 1024**3),
+            memory_gib=memory_gib,
             output=output,
             workers=workers,
         )

@@ -40,18 +40,13 @@ from dcmdp_jax.rewards.isolated_worker import BadMessage, receive, send
 _PROGRAM = ("-P", "-m", "dcmdp_jax.rewards.isolated_worker")
 LOAD_SECONDS = 300.0
 """Longest time to load a function. Some libraries take minutes to import on a busy machine."""
-_ATTEMPTS = 2
 _MAX_REPLY_BYTES = 1 << 28
-_POLL_SECONDS = 0.05
+_POLL_MILLISECONDS = 50
 _END_SECONDS = 1.0
 _ON_WAIT_SECONDS = 0.1
 # Processor time of a call's first try. It gets its whole limit once no other call waits for a first
 # try, so slow calls don't delay the others.
 _FIRST_TRY_CPU_SECONDS = 0.5
-_STRAY = (
-    "something wrote to the socket of the process that calls it, such as to an inherited "
-    "file descriptor"
-)
 
 
 class CallError(Exception):
@@ -101,7 +96,7 @@ class IsolatedPool(Closing):
         module: has `load`, which returns the function.
         load_args: arguments of `load`, JSON values.
         workers: maximum number of processes. A process is started when a call waits for one.
-        memory_bytes: address space of a process, and of each that it starts; 0 for no limit.
+        memory_gib: address space of a process, and of each that it starts, in GiB; 0 for no limit.
         output: file that gets what the processes print, at its end; None discards it.
     """
 
@@ -111,10 +106,10 @@ class IsolatedPool(Closing):
         load_args: Sequence[Any] = (),
         *,
         workers: int = 1,
-        memory_bytes: int = 0,
+        memory_gib: float = 0.0,
         output: Path | None = None,
     ) -> None:
-        self._new_worker = functools.partial(_Worker, module, load_args, memory_bytes, output)
+        self._new_worker = functools.partial(_Worker, module, load_args, memory_gib, output)
         self._max_workers = workers
         # Tries, place in line, call.
         self._calls: queue.PriorityQueue[tuple[int, int, _Call | None]] = queue.PriorityQueue()
@@ -201,12 +196,12 @@ class _Worker:
         self,
         module: str,
         load_args: Sequence[Any],
-        memory_bytes: int,
+        memory_gib: float,
         output: Path | None,
     ) -> None:
         self._module = module
         self._load_args = load_args
-        self._memory_bytes = memory_bytes
+        self._memory_bytes = int(memory_gib * 1024**3)
         self._output = output
         self._process: subprocess.Popen[bytes] | None = None
         self._connection = contextlib.ExitStack()  # closes the socket and the lifeline
@@ -219,7 +214,7 @@ class _Worker:
         Raises:
             CallError: if there is none.
         """
-        for _ in range(_ATTEMPTS):
+        for _ in range(2):
             with contextlib.suppress(_Died):
                 # It died, or wrote what nobody asked for.
                 if self._process is None or self._readable.poll(0):
@@ -297,7 +292,7 @@ class _Worker:
 
         def wait() -> None:
             while time.monotonic() < end:
-                if self._readable.poll(_POLL_SECONDS * 1000):
+                if self._readable.poll(_POLL_MILLISECONDS):
                     return
                 # A child of the process may keep the socket open.
                 if process.poll() is not None:
@@ -314,7 +309,11 @@ class _Worker:
             raise CallError("timeout") from None
         except BadMessage:
             self.end()
-            raise CallError("error", _STRAY) from None
+            raise CallError(
+                "error",
+                "something wrote to the socket of the process that calls it, such as to an "
+                "inherited file descriptor",
+            ) from None
         except (EOFError, OSError):
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_END_SECONDS)

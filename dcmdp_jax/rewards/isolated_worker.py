@@ -65,7 +65,7 @@ def receive(
         BadMessage: if the bytes are no message, or another one.
     """
 
-    def read(count: int) -> bytes:
+    def read(count: int) -> bytearray:
         buffer = bytearray()
         while len(buffer) < count:
             wait()
@@ -73,7 +73,7 @@ def receive(
             if not chunk:
                 raise EOFError
             buffer += chunk
-        return bytes(buffer)
+        return buffer
 
     received_number, length = _HEADER.unpack(read(_HEADER.size))
     if received_number != number or length > max_bytes:

@@ -393,7 +393,7 @@ async def gathered(values: Sequence[Any]) -> list[Any]:
             value = await value
         return value
 
-    return list(await asyncio.gather(*map(value_of, values)))
+    return await asyncio.gather(*map(value_of, values))
 
 
 def _check_value(row: int, value: Any) -> float | None:

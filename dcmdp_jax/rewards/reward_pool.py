@@ -71,8 +71,8 @@ class RewardPool(Closing):
         for name in functions:
             self._pools[name] = IsolatedPool(
                 __name__,
-                (name, list(columns)),
-                memory_bytes=int(memory_gib * 1024**3),
+                (name, columns),
+                memory_gib=memory_gib,
                 output=output,
             )
         self._loads = {name: pool.load() for name, pool in self._pools.items()}
@@ -109,9 +109,9 @@ class RewardPool(Closing):
         id_lists = [np.asarray(ids).tolist() for ids in completion_ids]
         for name, pool in self._pools.items():
             self._calls[name] = pool.submit(
-                dict(columns),
-                list(prompts),
-                list(completions),
+                columns,
+                prompts,
+                completions,
                 id_lists,
                 dataclasses.asdict(state),
                 wall_s=self._timeout_s,

@@ -76,9 +76,8 @@ def merge_scores(batches: Sequence[BatchScores]) -> BatchScores:
     """The scores of several batches of one scorer as one batch's, in order."""
     first = batches[0]
     grades = None
-    graded_batches = [scores.grades for scores in batches if scores.grades is not None]
-    if graded_batches:
-        grades = merge_grades(graded_batches)
+    if first.grades is not None:
+        grades = merge_grades([scores.grades for scores in batches])
     sources = None
     if first.sources is not None:
         sources = tuple(itertools.chain.from_iterable(scores.sources for scores in batches))
@@ -174,11 +173,15 @@ def check_rewards(
         RewardError: in one line, for a function that can't be imported or can't be called with
             these columns.
     """
-    functions = [
-        reward.function for reward in rewards if reward.function not in (MATH, ENVIRONMENT)
-    ]
+    functions = _user_functions(rewards)
     with RewardPool(functions, columns, timeout_s=1.0, memory_gib=memory_gib) as pool:
         pool.wait_until_loaded()
+
+
+def _user_functions(rewards: Sequence[Reward]) -> list[str]:
+    """The functions that are called in processes of their own."""
+    functions = [reward.function for reward in rewards]
+    return [function for function in functions if function not in (MATH, ENVIRONMENT)]
 
 
 class RewardScorer:
@@ -208,15 +211,15 @@ class RewardScorer:
         stop_on_error: bool,
         output: Path | None = None,
     ) -> None:
-        self.rewards = tuple(rewards)
+        self.rewards = rewards
         self.verifier = verifier
-        self.columns = tuple(columns)
+        self.columns = columns
         self.by_source = by_source
         self.stop_on_error = stop_on_error
         functions = [reward.function for reward in rewards]
         self.names = dict(zip(functions, short_names(functions), strict=True))
         self.pool = RewardPool(
-            [function for function in functions if function not in (MATH, ENVIRONMENT)],
+            _user_functions(rewards),
             columns,
             timeout_s=timeout_s,
             memory_gib=memory_gib,
@@ -276,7 +279,7 @@ class BatchScoring:
         self._ids |= zip(rows, completion_ids, strict=True)
         self._tokens += sum(map(len, completion_ids))
         for ids in completion_ids:
-            self._beyond += int(np.sum(np.asarray(ids) >= len(self._tokenizer)))
+            self._beyond += int(np.sum(ids >= len(self._tokenizer)))
         if MATH in self._scorer.names:
             answers = self._answers(rows)
             self._scorer.verifier.begin(
@@ -449,7 +452,7 @@ def reward_metrics(scores: BatchScores) -> dict[str, float]:
     without_value = np.full(len(scores.totals), bool(scores.values))
     for name, values in scores.values.items():
         has_value = np.isfinite(values)
-        without_value &= np.isnan(values)
+        without_value &= ~has_value
         if has_value.any():
             rewards = values[has_value].astype(np.float64)
             metrics[f"reward/{name}/mean"] = float(rewards.mean())

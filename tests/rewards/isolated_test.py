@@ -16,7 +16,8 @@ from tests.support.waiting import HANGS_S, wait_until
 
 _ROOT = Path(__file__).resolve().parents[2]
 _PLANTED = "tests.rewards.planted_worker"
-_MEMORY_BYTES = 2 * 1024**3
+_MEMORY_GIB = 2
+_MEMORY_BYTES = _MEMORY_GIB * 1024**3
 
 
 def _submit(pool, *args, cpu_s=100.0, wall_s=1000.0):
@@ -33,7 +34,7 @@ def _run(pool, *args, **limits):
 
 @pytest.fixture(scope="module")
 def pool():
-    with IsolatedPool(_PLANTED, memory_bytes=_MEMORY_BYTES) as with_one_worker:
+    with IsolatedPool(_PLANTED, memory_gib=_MEMORY_GIB) as with_one_worker:
         yield with_one_worker
 
 

@@ -54,13 +54,10 @@ _KINKS = tuple(
     for name in vocabulary("Abs sign floor ceiling frac Mod Max Min Heaviside re im arg conjugate")
 )
 _INFINITIES = sympy.oo, -sympy.oo, sympy.zoo
-_RELATIONS = {sympy.Eq, sympy.Ne, sympy.Lt, sympy.Le}
 _E_NOTATION = re.compile(r"(?<![\w.])([0-9]++(?:\.[0-9]*+)?|\.[0-9]++)[eE]([+-]?[0-9]++)(?![\w.])")
 _EULER_LOOKALIKE = re.compile(r"(?<![\\a-zA-Z])E(?![a-zA-Z])|(?<=[0-9a-zA-Z} ])(?<!\\)E(?=[_^ ]|$)")
-_NAMED_INDEX = re.compile(
-    r"_ ?(?:\{ ?\\(odot|oplus|max|min) ?\}|\\(odot|oplus|max|min)(?![a-zA-Z]))"
-)
-_COMMAND = re.compile(r"\\[a-zA-Z]+")
+_NAMED_INDEX = re.compile(r"_ ?(\{ ?)?\\(odot|oplus|max|min)(?(1) ?\}|(?![a-zA-Z]))")
+_COMMAND = re.compile(r"\\([a-zA-Z]+)")
 _LETTER_OR_COMMAND = re.compile(r"\\[a-zA-Z]++|[a-zA-Z]")
 _ABBREVIATION = re.compile(r"(?<![\\a-zA-Z])[A-Z]{3,}+(?![a-z])")
 _PRIMED = re.compile(r"(\\[a-zA-Z]++|[a-zA-Z])(?:_([a-zA-Z0-9]))?('++)")
@@ -75,13 +72,13 @@ _CROSS = re.compile(r"\\times(?! ?[0-9])")
 _TRANSPOSED = re.compile(r"\^ ?(?:T(?![a-zA-Z])|\{ ?T ?\})")
 _MATRIX = re.compile(r"\\(?:begin|mathbf)(?![a-zA-Z])")
 _OWN_MEANING = re.compile(r"!!|(?<![a-zA-Z\\])[fgh] ?\^ ?\{ ?-1 ?\}")
-_PRODUCT = re.compile(r"(?<![\w^{.])([0-9]++) ?\((?= ?\\frac)|(\( ?[0-9]++ ?\)) ?(?=\\frac)")
+_PRODUCT = re.compile(r"((?<![\w^{.])[0-9]++(?= ?\( ?\\frac)|\( ?[0-9]++ ?\)(?= ?\\frac)) ?")
 _VECTOR = re.compile(r"\\(?:vec|overrightarrow|mathbf)(?![a-zA-Z])")
 _DERIVATIVE = re.compile(
     r"\\frac ?\{ ?(?:d|\\partial) ?(\\?[a-zA-Z]++)(?:\([a-z]\))? ?\} ?"
     r"\{ ?(?:d|\\partial) ?([a-zA-Z]|\\[a-zA-Z]++) ?\}"
 )
-_NUMBER_WITH_INDEX = re.compile(r"[0-9] ?_")
+_QUOTE_OR_NUMERAL = re.compile(r"['\"]|[0-9] ?_")
 # The parser takes `12 34` for a product or a sum and `0xFF` for zero times letters.
 _NO_NUMBER = re.compile(r"(?<![0-9_^])[0-9]++ [0-9]|(?<![0-9._^])(?<!_\{)0++[ {}]*+[xXbBoO]")
 _DEGREES = re.compile(r"([0-9]++(?:\.[0-9]++)?) ?\\degree")
@@ -168,10 +165,10 @@ def parse(text: str) -> list[Any]:
         text = _DEGREES.sub(r"{(\1 \\cdot \\frac{\\pi}{180})}", text)
     text = re.sub(r"\\degree ?", "", text)
     # The parser takes `2(\frac{1}{2})` for a mixed number.
-    text = _PRODUCT.sub(_with_dot, text)
+    text = _PRODUCT.sub(r"\1 \\cdot ", text)
     # latex2sympy2-extended 1.11 reads E as Euler's number, which takes no index, and no command as
     # an index.
-    text = _NAMED_INDEX.sub(lambda match: f"_{{{match[1] or match[2]}}}", text)
+    text = _NAMED_INDEX.sub(r"_{\2}", text)
     text = _EULER_LOOKALIKE.sub(r"\\Xi ", text)
 
     values = math_verify.parse(f"${text}$", _EXTRACTION, parsing_timeout=None, raise_on_error=True)
@@ -185,17 +182,11 @@ def parse(text: str) -> list[Any]:
     return readable_values
 
 
-def _with_dot(product: re.Match[str]) -> str:
-    if product[1]:
-        return rf"{product[1]} \cdot ("
-    return rf"{product[2]} \cdot "
-
-
 def _is_readable(text: str) -> bool:
     """Whether the parser reads all of an answer: it may drop words; `25_8` is a numeral."""
-    if not all(is_read_command(command[1:]) for command in _COMMAND.findall(text)):
+    if not all(map(is_read_command, _COMMAND.findall(text))):
         return False
-    return not _NUMBER_WITH_INDEX.search(text) and "'" not in text and '"' not in text
+    return not _QUOTE_OR_NUMERAL.search(text)
 
 
 def _with_named_parts(text: str) -> str:
@@ -216,23 +207,19 @@ def _with_distinct_case(predicted: str, expected: str) -> tuple[str, str]:
 
     `C` is kept, because it is a constant of integration in either case.
     """
-    names = set(_LETTER_OR_COMMAND.findall(predicted + expected))
+    both = predicted + expected
+    names = set(_LETTER_OR_COMMAND.findall(both))
     renamed = []
     for name in sorted(names - {"C"}):
         lower = name.lower()
         if name != lower and lower in names and (len(name) == 1 or lower[1:] in GREEK_COMMANDS):
             renamed.append(name)
-    if (
-        "T" not in renamed
-        and _TRANSPOSED.search(predicted + expected)
-        and not _MATRIX.search(predicted + expected)
-    ):
+    if "T" not in renamed and _TRANSPOSED.search(both) and not _MATRIX.search(both):
         renamed.append("T")  # a power: the parser takes it for a transpose and drops it
 
-    letters = {name for name in names if len(name) == 1}
     unused_letters = []
     for letter in "abghjklmnpqrstuvwxyz":
-        if letter not in letters and letter.upper() not in letters:
+        if not names & {letter, letter.upper()}:
             unused_letters.append(letter)
     if len(unused_letters) < len(renamed):
         raise ValueError(f"too many letters to distinguish: {predicted!r}, {expected!r}")
@@ -255,7 +242,7 @@ def _is_relation(value: Any) -> bool:
 
 
 def _difference(relation: Any) -> Any:
-    return _plain_symbols(_with_exact_decimals(relation.lhs) - _with_exact_decimals(relation.rhs))
+    return _normalized(relation.lhs) - _normalized(relation.rhs)
 
 
 def _same_relation(predicted: Any, expected: Any, seed: bytes) -> bool | None:
@@ -268,12 +255,12 @@ def _same_relation(predicted: Any, expected: Any, seed: bytes) -> bool | None:
         predicted = predicted.reversed
     if isinstance(expected, sympy.Gt | sympy.Ge):
         expected = expected.reversed
-    if type(predicted) not in _RELATIONS or type(expected) not in _RELATIONS:
-        return None
     if type(predicted) is not type(expected):
         return False
 
-    exact = _is_exact(predicted.lhs - predicted.rhs, expected.lhs - expected.rhs)
+    written_predicted = predicted.lhs - predicted.rhs
+    written_expected = expected.lhs - expected.rhs
+    exact = _is_exact(written_predicted, written_expected)
     predicted_difference = _difference(predicted)
     expected_difference = _difference(expected)
     if predicted_difference.free_symbols != expected_difference.free_symbols:
@@ -305,7 +292,12 @@ def _same_relation(predicted: Any, expected: Any, seed: bytes) -> bool | None:
     # that are not equal it raises KeyError.
     if isinstance(predicted, sympy.Eq) and _is_solvable(expected):
         return None
-    return is_proportional is None and _same_differences(predicted, expected)
+    if is_proportional is False:
+        return False
+    # The differences are equal, or opposite.
+    return _library_verifies([written_predicted], [written_expected]) or _library_verifies(
+        [-written_predicted], [written_expected]
+    )
 
 
 def _same_sides(predicted: Any, expected: Any, seed: bytes) -> bool:
@@ -329,15 +321,6 @@ def _is_scale(value: Any) -> bool:
     return bool(value.is_number and value.is_finite and value.evalf(_DIGITS) != 0)
 
 
-def _same_differences(predicted: Any, expected: Any) -> bool:
-    """Whether the differences of the sides of two relations are equal, or opposite."""
-    predicted_difference = predicted.lhs - predicted.rhs
-    expected_difference = expected.lhs - expected.rhs
-    return _library_verifies([predicted_difference], [expected_difference]) or _library_verifies(
-        [-predicted_difference], [expected_difference]
-    )
-
-
 def _is_solvable(equation: Any) -> bool:
     """Whether sympy finds a solution of an equation."""
     try:
@@ -346,14 +329,20 @@ def _is_solvable(equation: Any) -> bool:
         return False
 
 
-def _plain_symbols(value: Any) -> Any:
-    """Give a letter the same assumptions in all texts, and make `i` the imaginary unit."""
-    plain = {}
+def _normalized(value: Any) -> Any:
+    """Give a letter the same assumptions in all texts, make `i` the imaginary unit.
+
+    Decimals become rationals: sympy adds them up with 15 digits when it rebuilds a sum.
+    """
+    replacements = {}
+    for decimal in value.atoms(sympy.Float):
+        if decimal.is_finite:
+            replacements[decimal] = sympy.Rational(str(decimal))
     for symbol in value.free_symbols:
-        plain[symbol] = sympy.Symbol(symbol.name)
+        replacements[symbol] = sympy.Symbol(symbol.name)
         if symbol.name == "i":
-            plain[symbol] = sympy.I
-    return value.xreplace(plain)
+            replacements[symbol] = sympy.I
+    return value.xreplace(replacements)
 
 
 def _same_expression(
@@ -371,9 +360,8 @@ def _same_expression(
     """
     if exact is None:
         exact = _is_exact(predicted, expected)
-    # Decimals first: sympy adds them up with 15 digits when it rebuilds a sum.
-    predicted = _plain_symbols(_with_exact_decimals(predicted))
-    expected = _plain_symbols(_with_exact_decimals(expected))
+    predicted = _normalized(predicted)
+    expected = _normalized(expected)
     decades = _decades(predicted, expected)
     is_constant = not (predicted.free_symbols | expected.free_symbols)
     if decades > _MAX_DECADES:
@@ -392,7 +380,7 @@ def _same_expression(
     )
     if is_constant:
         return agree({})
-    symbols = sorted(predicted.free_symbols | expected.free_symbols, key=lambda symbol: symbol.name)
+    symbols = sorted(predicted.free_symbols | expected.free_symbols, key=str)
     has_kinks = any(symbol.name.startswith("kink") for symbol in symbols)
     verdict_if_unequal = False
     if has_kinks:
@@ -453,11 +441,6 @@ def _terminates(constant: Any) -> bool:
         return bool(constant.is_integer)
     value = constant.doit()
     return isinstance(value, sympy.Rational) and 10 ** value.q.bit_length() % value.q == 0
-
-
-def _with_exact_decimals(value: Any) -> Any:
-    decimals = [decimal for decimal in value.atoms(sympy.Float) if decimal.is_finite]
-    return value.xreplace({decimal: sympy.Rational(str(decimal)) for decimal in decimals})
 
 
 def _agree_at(
@@ -530,7 +513,7 @@ def _sample_points(
     draw = random.Random(seed)
 
     def coordinates() -> list[Any]:
-        signs = [1, -1] * (count // 2) + [1] * (count % 2)
+        signs = ([1, -1] * count)[:count]
         if positive:
             signs = [1] * count
         powers = [round(-decades + 2 * decades * (k + 0.5) / count) for k in range(count)]
@@ -572,7 +555,7 @@ def _constants(value: Any) -> list[Any]:
 
 def _replace_kinks(predicted: Any, expected: Any, seed: bytes) -> tuple[Any, Any]:
     """Both with each part that is not smooth as a variable, the same for equal parts."""
-    variables: dict[Any, Any] = {}
+    variables = {}
     for _ in range(64):
         innermost = []
         for kink in predicted.atoms(*_KINKS) | expected.atoms(*_KINKS):

@@ -46,7 +46,7 @@ _OPERATION = re.compile(
 _MODULUS = re.compile(
     r"[ ,]*+\(? ?\\?(?<![a-zA-Z])[pb]?mod(?:ulo)?(?![a-zA-Z])[ {]*+([1-9][0-9]*+|[a-zA-Z])[ })]*+\Z"
 )
-_CHOICE_AND_VALUE = re.compile(r"(?:\(([A-H])\)[.:]?|([A-H])[.):]) (.+)", re.DOTALL)
+_CHOICE_AND_VALUE = re.compile(r"(\()?([A-H])(?(1)\)[.:]?|[.):]) (.+)", re.DOTALL)
 _TO = re.compile(r":|(?<=[0-9]) ?(?:\\text ?\{ ?to ?\}|(?<= )to(?= )) ?(?=[0-9])")
 _QUOTIENT = re.compile(r"\\frac ?\{ ?([0-9]++) ?\} ?\{ ?([0-9]++) ?\}|([0-9]++) ?/ ?([0-9]++)")
 _CUT_DECIMAL = re.compile(r"([+-]?[0-9]*+\.([0-9]{3,15}+))\\ldots")
@@ -57,7 +57,6 @@ _CLOCK = re.compile(r"[0-9]{1,2} ?: ?[0-9]{2}")
 _SMALL_INTEGER = re.compile(r"-?[0-9]{1,9}")
 # Numbers that a list with dots may stand for.
 _MAX_SPELLED_OUT = 1000
-_EMPTY_SETS = r"\emptyset", r"\varnothing"
 # Largest relative difference of the two sides of `\approx`.
 _APPROXIMATES = 0.05
 
@@ -88,7 +87,7 @@ def equivalent(prediction: str, gold: str) -> bool:
     gold = _ABOUT.sub("", gold, count=1)
     predicted = _without_approximation(normalize_answer(prediction))
     expected = _without_approximation(normalize_answer(gold), trusted=True)
-    if predicted is None or expected is None or _leaves_work(predicted, expected):
+    if predicted is None or _leaves_work(predicted, expected):
         return False
 
     if tolerance is not None:
@@ -118,7 +117,7 @@ def _leaves_work(predicted: str, expected: str) -> bool:
 
 
 def _operations(text: str) -> set[str]:
-    return {match[match.lastindex or 0] for match in _OPERATION.finditer(text)}
+    return {match[match.lastindex] for match in _OPERATION.finditer(text)}
 
 
 def _same(predicted: str, expected: str) -> bool:
@@ -160,23 +159,15 @@ def _residues(predicted: str, expected: str) -> bool | None:
     r"""Compare `3 \pmod{7}`, `x \equiv 10 (mod 7)` and the like; None without any modulus."""
     if "mod" not in predicted + expected:
         return None
-    predicted = unwrap_text(predicted)
-    expected = unwrap_text(expected)
-    predicted_modulus = _MODULUS.search(predicted)
-    expected_modulus = _MODULUS.search(expected)
-    if predicted_modulus is None and expected_modulus is None:
+    predicted_sides, modulus = _sides_and_modulus(predicted)
+    expected_sides, expected_modulus = _sides_and_modulus(expected)
+    if modulus is None and expected_modulus is None:
         return None
-    if (
-        predicted_modulus is None
-        or expected_modulus is None
-        or predicted_modulus[1] != expected_modulus[1]
-    ):
+    if modulus != expected_modulus:
         return False
-
-    predicted_sides = predicted[: predicted_modulus.start()].split(r"\equiv")
-    expected_sides = expected[: expected_modulus.start()].split(r"\equiv")
     if max(len(predicted_sides), len(expected_sides)) > 2:
         return False
+
     names = {
         without_spaces(sides[0]) for sides in (predicted_sides, expected_sides) if len(sides) > 1
     }
@@ -185,9 +176,18 @@ def _residues(predicted: str, expected: str) -> bool | None:
     predicted_value = predicted_sides[-1].strip()
     expected_value = expected_sides[-1].strip()
     are_integers = all(map(_SMALL_INTEGER.fullmatch, (predicted_value, expected_value)))
-    if are_integers and predicted_modulus[1].isdigit():
-        return (int(predicted_value) - int(expected_value)) % int(predicted_modulus[1]) == 0
+    if are_integers and modulus.isdigit():
+        return (int(predicted_value) - int(expected_value)) % int(modulus) == 0
     return bool(predicted_value and expected_value) and _same(predicted_value, expected_value)
+
+
+def _sides_and_modulus(text: str) -> tuple[list[str], str | None]:
+    r"""The sides of a congruence around its `\equiv`, and its modulus, if it states one."""
+    text = unwrap_text(text)
+    modulus = _MODULUS.search(text)
+    if modulus is None:
+        return [text], None
+    return text[: modulus.start()].split(r"\equiv"), modulus[1]
 
 
 def _choices(predicted: str, expected: str) -> bool | None:
@@ -195,11 +195,11 @@ def _choices(predicted: str, expected: str) -> bool | None:
     reference = _CHOICE_AND_VALUE.fullmatch(unwrap_text(expected))
     if reference is None or reference[1] is None:
         return None
-    letter = reference[1]
+    letter = reference[2]
     value = reference[3]
     prediction = _CHOICE_AND_VALUE.fullmatch(unwrap_text(predicted))
     if prediction is not None:
-        return (prediction[1] or prediction[2]) == letter and _same(prediction[3], value)
+        return prediction[2] == letter and _same(prediction[3], value)
     return _same(predicted, letter) or _same(predicted, value)
 
 
@@ -212,16 +212,14 @@ def _spelled_out(items: list[str]) -> list[str]:
     after = len(numbers) - before
     if before < 2 or after < 1:
         return items
-    first, second = map(int, numbers[:2])
-    step = second - first
+    integers = list(map(int, numbers))
+    step = integers[1] - integers[0]
     if step == 0:
         return items
-    last = int(numbers[-1])
-    series = range(first, last + step, step)
+    series = range(integers[0], integers[-1] + step, step)
     if not len(numbers) <= len(series) <= _MAX_SPELLED_OUT:
         return items
-    is_series = list(map(int, numbers)) == [*series[:before], *series[-after:]]
-    if not is_series:
+    if integers != [*series[:before], *series[-after:]]:
         return items
     return list(map(str, series))
 
@@ -295,28 +293,24 @@ def _same_lists(predicted: list[str], expected: list[str]) -> bool:
 
     predicted_labels = _labels(predicted)
     expected_labels = _labels(expected)
-    predicted_is_named = None not in predicted_labels
+    predicted_is_bare = set(predicted_labels) == {None}
     expected_is_bare = set(expected_labels) == {None}
-    if predicted_is_named and expected_is_bare and _out_of_order(predicted_labels):
+    if expected_is_bare and _out_of_order(predicted_labels):
         return False  # `y = 1, x = 2` for (1, 2)
-    if predicted_is_named and predicted_labels == expected_labels:
-        in_order = len(set(predicted_labels)) > 1
-    elif predicted_is_named:
-        in_order = expected_is_bare and _all_different(predicted_labels)
+    if predicted_labels == expected_labels:
+        in_order = None not in predicted_labels and len(set(predicted_labels)) > 1
+    elif expected_is_bare:
+        in_order = _names_each(predicted_labels)
     else:
-        expected_is_named = None not in expected_labels
-        in_order = (
-            expected_is_named
-            and set(predicted_labels) == {None}
-            and _all_different(expected_labels)
-        )
+        in_order = predicted_is_bare and _names_each(expected_labels)
     if in_order:
         return _same_in_order(predicted, expected)
     return _match_all(predicted, expected)
 
 
-def _all_different(names: list[str | None]) -> bool:
-    return len(set(names)) == len(names)
+def _names_each(labels: list[str | None]) -> bool:
+    """Whether every element has a name that no other has."""
+    return None not in labels and len(set(labels)) == len(labels)
 
 
 def _out_of_order(names: list[str | None]) -> bool:
@@ -334,10 +328,9 @@ def _without_repeats(items: list[str]) -> list[str]:
     """Drop the repeats of a tuple, one solution; a number stated twice may be two roots."""
     unique = {}
     for index, item in enumerate(items):
-        is_number = _bracketed(item) is None
         key = without_spaces(item)
-        if is_number:
-            key = str(index)
+        if _bracketed(item) is None:
+            key = index
         unique.setdefault(key, item)
     return list(unique.values())
 
@@ -502,7 +495,7 @@ def _holds_a_set(text: str) -> bool:
     r"""Whether an element is a set itself; plain braces only group in LaTeX: `{{5}}` is 5."""
     inside = _inside_set(text)
     if inside is None:
-        return text.strip() in _EMPTY_SETS
+        return text.strip() == r"\emptyset"
     if text.strip().startswith("\\"):
         return True
     return len(split_tuple(inside)) > 1 or _holds_a_set(inside)
@@ -551,7 +544,7 @@ def _elements(text: str) -> list[str]:
 
 
 # Tried in this order; the first that decides counts.
-_COMPARISONS: tuple[Callable[[str, str], bool | None], ...] = (
+_COMPARISONS = (
     compare_literals,
     _choices,
     _measured,

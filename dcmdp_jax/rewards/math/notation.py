@@ -29,8 +29,7 @@ _BRACES = re.compile(
 _SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]*+\|>")
 _SPACE = re.compile(r"\s+")
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
-_DELIMITER = re.compile(r"\\\\|\\\$|\$\$?|\\[\[\]()]")
-_LITERAL = (r"\\", r"\$")
+_DELIMITER = re.compile(r"(?P<literal>\\\\|\\\$)|\$\$?|\\[\[\]()]")
 # Opening mark -> the one that closes it.
 _CLOSING = {"$": "$", "$$": "$$", r"\[": r"\]", r"\(": r"\)"}
 _JOINERS = re.compile(r"(?:[\s,;]|and(?![a-zA-Z])|or(?![a-zA-Z]))*+")
@@ -51,7 +50,8 @@ _TURNS_A_VALUE = vocabulary(
     """
 )
 _WHOLE_WRAPPER = re.compile(TEXT_COMMANDS)
-_WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
+WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
+"""Text that is nothing but words."""
 _LETTERS_JOINED = re.compile(r"[A-Z](?: (?:and|or) [A-Z])++")
 _READ_COMMANDS = vocabulary(
     """
@@ -67,9 +67,7 @@ _CONJUNCTION = re.compile(
     r",? ?\\(?:text|mbox|textrm|mathrm) ?\{ ?,? ?(?:and|or) ?\} ?,?"
     r"|,?(?<![a-zA-Z\\]) ?(?:and|or)(?![a-zA-Z]) ?,?"
 )
-_INDEX = re.compile(
-    rf"_ ?(?:\{{ ?{TEXT_COMMANDS} ?([^{{}}]*+)\}} ?\}}|{TEXT_COMMANDS} ?([^{{}}]*+)\}})"
-)
+_INDEX = re.compile(rf"_ ?(\{{ ?)?{TEXT_COMMANDS} ?([^{{}}]*?) ?\}}(?(1) ?\}})")
 # A colour or a frame around a value; `{\\color{red} 5}` only sets the colour.
 _ORNAMENT = re.compile(
     r"\\(?:(?:textcolor|colorbox|fcolorbox ?\{[^{}]*+\})(?: ?\[[^\[\]{}]*+\])? ?\{[^{}]*+\}"
@@ -196,7 +194,7 @@ def last_boxed(text: str) -> str | None:
     # One pass: a looping completion may open ten thousand boxes and close none. A token is a box,
     # or a run of braces, which moves the depth by its length.
     depth = 0
-    open_boxes: list[tuple[int, int]] = []  # depth inside and where the content starts
+    open_boxes = []  # depth inside and where the content starts
     start = -1
     end = -1
     for token in _BRACES.finditer(text, first.start()):
@@ -257,22 +255,22 @@ def normalize_answer(answer: str) -> str:
         lambda m: r"\begin{pmatrix}" + m[1].replace(",", r"\\") + r"\end{pmatrix}", text
     )
     text = _PRIMES.sub(lambda match: "'" * match[0].count("prime"), text)
-    text = _INDEX.sub(lambda match: f"_{{{(match[1] or match[2] or '').strip()}}}", text)
+    text = _INDEX.sub(r"_{\2}", text)
     text = _POWER_BEFORE_INDEX.sub(r"\1\3\2", _BRACED_INDEX.sub(r"_\1", text))
     text = _LABEL.sub(r"\2 = ", _unwrapped_value(text.strip()), count=1)
     text = _EXACTLY.sub("", text, count=1)
     plain = unwrap_text(text)
-    if not _WORDS.fullmatch(plain) or _LETTERS_JOINED.fullmatch(_SPACE.sub(" ", plain)):
+    if not WORDS.fullmatch(plain) or _LETTERS_JOINED.fullmatch(_SPACE.sub(" ", plain)):
         text = _CONJUNCTION.sub(", ", text)
     return _SPACE.sub(" ", text).strip().rstrip(" ,;.\\")
 
 
 def upright(text: str) -> str:
     r"""Set variables and constants without commands: `\mathrm{e}`, `2\text{x}`, `5\text{k}`."""
-    return _UPRIGHT.sub(lambda match: _plain(match, text_length=len(text)), text)
+    return _UPRIGHT.sub(_plain, text)
 
 
-def _plain(match: re.Match[str], text_length: int) -> str:
+def _plain(match: re.Match[str]) -> str:
     name = match["name"]
     if len(name) > 1:
         if match["bold"]:
@@ -283,7 +281,7 @@ def _plain(match: re.Match[str], text_length: int) -> str:
     if may_be_unit or is_bold_variable:
         return match[0]
     stands_alone = match["factor"] is None and match["applied"] is None
-    is_whole_text = match["text"] is not None and len(match[0]) == text_length
+    is_whole_text = match["text"] is not None and match[0] == match.string
     if stands_alone and (name.isupper() or is_whole_text):
         return match[0]
     return name
@@ -336,7 +334,7 @@ def split_elements(text: str, separator: str, *, digit_groups: bool = True) -> l
     grouped = set()
     if digit_groups and separator == ",":
         for match in _DIGIT_GROUPS.finditer(text):
-            grouped.update(range(match.start(), match.end()))
+            grouped.update(range(*match.span()))
     elements = []
     start = 0
     for position, depth in enumerate(nesting(text)):
@@ -420,18 +418,12 @@ def _leads_to_value(text: str) -> bool:
     return not text or text[-1] in "=:" or words[-1] in _STATES_A_VALUE
 
 
-def _blank(delimiter: re.Match[str]) -> str:
-    if delimiter[0] in _LITERAL:
-        return delimiter[0]
-    return " "
-
-
 def _outside_delimiters(text: str) -> str:
     """The content of math delimiters, or the text with blanks for them.
 
     Blanks where the words around may change the meaning of the content.
     """
-    delimiters = [token for token in _DELIMITER.finditer(text) if token[0] not in _LITERAL]
+    delimiters = [token for token in _DELIMITER.finditer(text) if not token["literal"]]
     if not delimiters:
         return text
     segments = []
@@ -456,7 +448,7 @@ def _outside_delimiters(text: str) -> str:
     around.append(text[start:])
     segments = list(filter(None, segments))
 
-    blanked = _DELIMITER.sub(_blank, text)
+    blanked = _DELIMITER.sub(lambda token: token["literal"] or " ", text)
     # A lone dollar sign within other marks: they do not say what is math.
     dollars = sum(token[0].count("$") for token in delimiters)
     if opening or dollars % 2 or not segments:

@@ -10,8 +10,11 @@ _RELATIVE_TOLERANCE = Fraction(1, 10**6)
 _GROUPED = re.compile(r"[+-]?[1-9][0-9]{0,2}(?:,[0-9]{3})++(?:\.[0-9]++)?")
 # Not the argument behind an index or a power: `\\log_2 800`. `2 125/999` may be a mixed number.
 _SPACED_DIGITS = re.compile(
-    r"(?<![0-9.,_^])(?<![_^] )(?P<whole>[0-9]++(?: [0-9]++)*+)"
-    r"(?P<decimals>\.[0-9]++(?: [0-9]++)*+)?+(?: ?/ ?(?P<below>[0-9]++))?+"
+    r"(?<![0-9.,_^])(?<![_^] )(?P<number>(?P<whole>[0-9]++(?: [0-9]++)*+)"
+    r"(?:\.[0-9]++(?: [0-9]++)*+)?+)(?: ?/ ?(?P<below>[0-9]++))?+"
+)
+_IN_GROUPS = re.compile(
+    r"(?:[0-9]++|[1-9][0-9]{0,2}(?: [0-9]{3})++)(?:\.(?:[0-9]++|(?:[0-9]{3} )++[0-9]{1,3}))?"
 )
 _DECIMAL = re.compile(r"[+-]?(?=\.?[0-9])[0-9]*+(?:\.[0-9]*+)?(?:[eE]([+-]?[0-9]++))?")
 # `0.1\overline{6}`, `0.1(6)`, `0.1\dot{6}`, `0.\dot{1}4\dot{2}`, and `0.1666\ldots` with its period
@@ -45,7 +48,7 @@ def parse_number(text: str) -> Fraction | None:
     if len(text) > 2 * _MAX_LITERAL_DIGITS:
         return None
     text = join_digit_groups(re.sub(r"\s+", " ", text).strip())
-    if not text or len(text) > _MAX_LITERAL_DIGITS:
+    if len(text) > _MAX_LITERAL_DIGITS:
         return None
     if _GROUPED.fullmatch(text):
         text = text.replace(",", "")
@@ -66,15 +69,11 @@ def join_digit_groups(text: str) -> str:
 
 
 def _without_group_spaces(match: re.Match[str]) -> str:
-    first, *groups = match["whole"].split(" ")
-    *inner_decimals, last_decimals = (match["decimals"] or "").removeprefix(".").split(" ")
-    if groups and (len(first) > 3 or first.startswith("0")):
-        return match[0]
-    if inner_decimals and len(last_decimals) > 3:
-        return match[0]
-    if any(len(group) != 3 for group in (*groups, *inner_decimals)):
+    if not _IN_GROUPS.fullmatch(match["number"]):
         return match[0]
 
+    # A numerator may stand beside a whole number.
+    _, *groups = match["whole"].split(" ")
     below = (match["below"] or "").lstrip("0")
     if len(groups) == 1 and not groups[0].startswith("0") and (len(below), below) > (3, groups[0]):
         return match[0]
@@ -126,17 +125,18 @@ def _read_repeating(text: str) -> Fraction | None:
     match = _REPEATING.fullmatch(text)
     if match is None:
         return None
-    fixed = match["fixed"]
-    if match["dots"]:
+    digits = match.groupdict("")
+    fixed = digits["fixed"]
+    if digits["dots"]:
         repeated = _PERIOD.fullmatch(fixed)
         if repeated is None or len(repeated["period"]) < 3:
             return None
         fixed = repeated["fixed"]
         period = repeated["one"]
-    elif match["first"]:
-        period = match["first"] + (match["between"] or "") + (match["last"] or "")
-    else:
-        period = match["over"] or match["round"]
+    else:  # one notation has digits, the others none
+        period = (
+            digits["over"] + digits["round"] + digits["first"] + digits["between"] + digits["last"]
+        )
     repeating = Fraction(int(period), 10 ** len(period) - 1)
     fraction = (int(fixed or 0) + repeating) / 10 ** len(fixed)
-    return _sign(match["sign"]) * (int(match["whole"] or 0) + fraction)
+    return _sign(digits["sign"]) * (int(digits["whole"] or 0) + fraction)

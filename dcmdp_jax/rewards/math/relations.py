@@ -99,10 +99,17 @@ def is_variable(text: str) -> bool:
 
 def names_of_tuple(text: str) -> list[str] | None:
     """The names in `(p, q)`; None for anything else."""
-    if not (text.startswith("(") and text.endswith(")")):
+    names = _tuple_elements(text)
+    if len(names) < 2 or not all(map(_NAME.fullmatch, names)):
         return None
-    names = split_tuple(text[1:-1])
-    return names if len(names) > 1 and all(map(_NAME.fullmatch, names)) else None
+    return names
+
+
+def _tuple_elements(text: str) -> list[str]:
+    """The elements in parentheses around the whole; none without these."""
+    if not (text.startswith("(") and text.endswith(")")):
+        return []
+    return split_tuple(text[1:-1])
 
 
 def split_label(item: str) -> tuple[str | None, str]:
@@ -121,10 +128,8 @@ def named_elements(items: list[str]) -> list[str]:
     if len(sides) != 2:
         return items
     names = names_of_tuple(sides[0])
-    if names is None or sides[1][:1] != "(" or sides[1][-1:] != ")":
-        return items
-    values = split_tuple(sides[1][1:-1])
-    if len(values) != len(names):
+    values = _tuple_elements(sides[1])
+    if names is None or len(values) != len(names):
         return items
     return [f"{name}={value}" for name, value in zip(names, values, strict=True)]
 
@@ -183,14 +188,14 @@ def _intervals(written: str, text: str) -> tuple[str | None, str] | None:
     return names.pop(), r" \cup ".join(itertools.starmap(_written, bounds))
 
 
-def _solved(text: str) -> tuple[str, str, str, str] | None:
+def _solved(text: str) -> tuple[str, list[str], str, str] | None:
     r"""Name, kinds of the ends, lower end and upper end of an inequality; None if it is unsolved.
 
-    The kinds are two signs such as `<` and `\leq` joined by a space, or see `_written`.
+    The kinds are two signs such as `<` and `\leq`, or see `_written`.
     """
     relations = SIGN.findall(text)
     sides = [side.strip() for side in SIGN.split(text)]
-    if not relations or not all(sides):
+    if not all(sides):
         return None
     if all(relation in _DOWNWARD for relation in relations):
         relations = [_DOWNWARD[relation] for relation in reversed(relations)]
@@ -198,7 +203,7 @@ def _solved(text: str) -> tuple[str, str, str, str] | None:
 
     if len(sides) == 3 and _UPWARD.keys() >= set(relations):
         low, name, high = sides
-    elif len(sides) == 2 and relations == [r"\neq"]:
+    elif relations == [r"\neq"]:
         name, low = sides
         high = low
     elif len(sides) == 2 and relations[0] in _UPWARD:
@@ -219,7 +224,7 @@ def _solved(text: str) -> tuple[str, str, str, str] | None:
         return None
     if relations != [r"\neq"] and _is_empty(low, high):
         return None
-    return without_spaces(name), " ".join(relations), low, high
+    return without_spaces(name), relations, low, high
 
 
 def _is_empty(low: str, high: str) -> bool:
@@ -229,35 +234,35 @@ def _is_empty(low: str, high: str) -> bool:
     return low_number is not None and high_number is not None and low_number >= high_number
 
 
-def _absolute(low: str, high: str, relation: str) -> tuple[str, str, str, str] | None:
-    """The result of `_solved` for `|x| < 3` and `3 < |x - 1|`, whose kind is `outside <`."""
+def _absolute(low: str, high: str, relation: str) -> tuple[str, list[str], str, str] | None:
+    """The result of `_solved` for `|x| < 3` and `3 < |x - 1|`, whose first kind is `outside`."""
     match = _ABSOLUTE.fullmatch(low)
     size = numbers.parse_number(high)
-    kind = f"{relation} {relation}"
+    kind = relation
     if match is None:
         match = _ABSOLUTE.fullmatch(high)
         size = numbers.parse_number(low)
-        kind = f"outside {relation}"
+        kind = "outside"
     if match is None or size is None or size <= 0:
         return None
     center = Fraction(match[3] or 0)
     if match[2] != "-":
         center = -center
-    return match[1], kind, str(center - size), str(center + size)
+    return match[1], [kind, relation], str(center - size), str(center + size)
 
 
-def _written(relations: str, low: str, high: str) -> str:
-    r"""The interval or union of kinds of ends `< \leq`, `outside <` or `\neq`."""
-    if relations == r"\neq":
+def _written(relations: list[str], low: str, high: str) -> str:
+    r"""The interval or union of kinds of ends such as `<, \leq`, of `outside, <` or of `\neq`."""
+    if relations == [r"\neq"]:
         return rf"(-\infty,{low}) \cup ({low},\infty)"
-    lower, upper = relations.split()
+    lower, upper = relations
     if lower == "outside":
         start, end = _UPWARD[upper]
         return rf"(-\infty,{low}{end} \cup {start}{high},\infty)"
     return f"{_UPWARD[lower][0]}{low},{high}{_UPWARD[upper][1]}"
 
 
-def _intersection(bounds: list[tuple[str, str, str]]) -> str | None:
+def _intersection(bounds: list[tuple[list[str], str, str]]) -> str | None:
     """One inequality from below and one from above as an interval; None for anything else."""
     above = [bound for bound in bounds if bound[2] == r"\infty"]
     below = [bound for bound in bounds if bound[1] == r"-\infty"]
@@ -267,4 +272,4 @@ def _intersection(bounds: list[tuple[str, str, str]]) -> str | None:
     upper, _, high = below[0]
     if _is_empty(low, high):
         return None
-    return _written(f"{lower.split()[0]} {upper.split()[1]}", low, high)
+    return _written([lower[0], upper[1]], low, high)

@@ -9,8 +9,9 @@ import unicodedata
 _FRACTIONS = {
     sign: unicodedata.normalize("NFKC", sign).split("⁄") for sign in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅐⅛⅜⅝⅞⅑⅒↉"
 }
-_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ", "0123456789+-=()ni")
-_SUBSCRIPTS = str.maketrans("₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑᵢⱼₖₘₙₓ", "0123456789+-=()aeijkmnx")
+_SCRIPTS = str.maketrans(
+    "⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁼⁽⁾ⁿⁱ₀₁₂₃₄₅₆₇₈₉₊₋₌₍₎ₐₑᵢⱼₖₘₙₓ", "0123456789+-=()ni0123456789+-=()aeijkmnx"
+)
 _GREEK = "αβγδεϵζηθικλμνξπρστυφϕχψωΓΔΘΛΞΠΣΦΨΩ"
 GREEK_NAMES = (
     "alpha beta gamma delta varepsilon epsilon zeta eta theta iota kappa lambda mu nu xi pi rho "
@@ -77,9 +78,9 @@ def to_latex(text: str) -> str:
         lambda units: _CHINESE_WORD.sub(lambda unit: f" {_CHINESE[unit[0]]} ", units[0]), text
     )
     text = _LOGARITHM.sub(r"\\log", _FRACTION.sub(_fraction, text))
-    text = _INDEX_OF_ROOT.sub(lambda match: f"√[{match[1].translate(_SUPERSCRIPTS)}]", text)
-    text = _SUPERSCRIPT.sub(lambda match: _script("^", match, _SUPERSCRIPTS), text)
-    text = _SUBSCRIPT.sub(lambda match: _script("_", match, _SUBSCRIPTS), text)
+    text = _INDEX_OF_ROOT.sub(lambda match: f"√[{match[1].translate(_SCRIPTS)}]", text)
+    text = _SUPERSCRIPT.sub(lambda match: _script("^", match), text)
+    text = _SUBSCRIPT.sub(lambda match: _script("_", match), text)
     return _with_roots(text.translate(_SYMBOLS))
 
 
@@ -89,9 +90,9 @@ def _fraction(match: re.Match[str]) -> str:
     return f"^{{{fraction}}}" if match["power"] else fraction
 
 
-def _script(sign: str, match: re.Match[str], digits: dict[int, int]) -> str:
+def _script(sign: str, match: re.Match[str]) -> str:
     """A power or an index; one character, readable in a unit's text, goes without braces."""
-    content = match[0].translate(digits)
+    content = match[0].translate(_SCRIPTS)
     next_character = match.string[match.end() : match.end() + 1]
     if len(content) == 1 and not next_character.isalnum():
         return sign + content

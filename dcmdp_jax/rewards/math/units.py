@@ -35,7 +35,7 @@ sterling: GBP 1, pence 1/100
 yuan: yuan RMB 1
 yen: yen JPY 1
 rupee: rupee Rs INR 1
-angle: degree deg 1
+angle: degree deg \\degree 1
 radian: radian rad 1
 celsius: celsius 1
 fahrenheit: fahrenheit 1
@@ -56,13 +56,26 @@ acre: acre 1
 hectare: hectare 1
 before noon: am a.m a.m. 1
 after noon: pm p.m p.m. 1
+won: won KRW 1
+lira: lira lire 1
+krona: krona kronor SEK 1
+krone: krone kroner 1
+peso: peso 1
+franc: franc CHF 1
+ruble: ruble rouble 1
+rupiah: rupiah 1
+ringgit: ringgit 1
+baht: baht 1
+dong: dong 1
+zloty: zloty PLN 1
+forint: forint 1
+dirham: dirham 1
+dinar: dinar 1
+riyal: riyal rial 1
+shekel: shekel 1
+rand: rand 1
 """
 _MEASURES = dict(line.split(": ") for line in _MEASURES_TABLE.strip().splitlines())
-_CURRENCIES = (
-    "won KRW, lira lire, krona kronor SEK, krone kroner, peso, franc CHF, ruble rouble, rupiah, "
-    "ringgit, baht, dong, zloty PLN, forint, dirham, dinar, riyal rial, shekel, rand"
-)
-_MEASURES |= {names.split()[0]: f"{names} 1" for names in _CURRENCIES.split(", ")}
 # Before a symbol, before a name, the power of ten.
 _PREFIXES = (
     "n nano -9, µ micro -6, u micro -6, m milli -3, c centi -2, d deci -1, k kilo 3, M "
@@ -84,20 +97,34 @@ _COUNTED = vocabulary(
     toy tree triangle truck value vertex vote way white woman women word worker dime nickel
     """
 )
-_SCALES = {"dozen": 12, "hundred": 100, "myriad": 10**4, "lakh": 10**5, "crore": 10**7}
-_SCALES |= {"thousand": 10**3, "million": 10**6, "milliard": 10**9, "billion": 10**9}
-_SCALES |= {"trillion": 10**12, "quadrillion": 10**15}
+_SCALES = {
+    "dozen": 12,
+    "hundred": 100,
+    "myriad": 10**4,
+    "lakh": 10**5,
+    "crore": 10**7,
+    "thousand": 10**3,
+    "million": 10**6,
+    "milliard": 10**9,
+    "billion": 10**9,
+    "trillion": 10**12,
+    "quadrillion": 10**15,
+}
 _ORDINALS = (
     "third fourth fifth sixth seventh eighth ninth tenth eleventh twelfth thirteenth fourteenth "
     "fifteenth sixteenth seventeenth eighteenth nineteenth twentieth"
 )
 _TENS = "thirtieth fortieth fiftieth sixtieth seventieth eightieth ninetieth"
 # Parts of one, which change the number in front of them; two words are joined by `_PARTS`.
-_FRACTIONS = {"half": Fraction(1, 2), "halve": Fraction(1, 2), "permille": Fraction(1, 1000)}
+_FRACTIONS = {
+    "half": Fraction(1, 2),
+    "halve": Fraction(1, 2),
+    "permille": Fraction(1, 1000),
+    "basispoint": Fraction(1, 10**4),
+}
 _FRACTIONS |= {name: Fraction(1, size) for size, name in enumerate(_ORDINALS.split(), 3)}
 _FRACTIONS |= {name: Fraction(1, 10 * tens) for tens, name in enumerate(_TENS.split(), 3)}
 _FRACTIONS |= {f"{name}th": Fraction(1, size) for name, size in _SCALES.items()}
-_FRACTIONS["basispoint"] = Fraction(1, 10**4)
 _CHANGES_A_VALUE = vocabulary(
     """
     about above and approximately at base below between binary but choose cubed decimal divided
@@ -167,7 +194,7 @@ _CURRENCY = re.compile(
     r"|(?P<sterling>£|\\pounds(?![a-zA-Z]))|(?P<yuan_or_yen>¥)|(?P<won>₩)|(?P<lira>₺)"
     r"|(?P<rupee>₹|(?:\\text ?\{ ?)?+Rs\.?+ ?\}?+(?= ?[0-9]))) ?"
 )
-_CURRENCY_SIGNS = {"€": "euro", "£": "GBP", "₩": "won", "₺": "lira"}
+_SIGNS = {"€": "euro", "£": "GBP", "₩": "won", "₺": "lira", "C": "celsius", "F": "fahrenheit"}
 _ONE_SIGN = [{(("yuan_or_yen", 1),), ((name, 1),)} for name in ("yuan", "yen")]
 _SPEED = re.compile(r"(?<![a-zA-Z])(?:mph|kph|kmph)(?![a-zA-Z])")
 _PARTS = {
@@ -297,12 +324,7 @@ def _measure(text: str, *, any_noun: bool, letters: bool = False) -> Quantity:
             continue
         if unit.dimension == (("angle", 1),) and PERIODIC.search(value):
             continue
-        powers = Counter(dict(quantity.dimension))
-        for name, power in unit.dimension:
-            if name in _CURRENCY.groupindex:
-                powers[name] = power
-            else:
-                powers[name] += power
+        powers = dict(quantity.dimension) | dict(unit.dimension)
         return dataclasses.replace(unit, text=value, dimension=tuple(sorted(powers.items())))
     return quantity
 
@@ -360,10 +382,8 @@ def _read(tail: str, *, any_noun: bool, letters: bool) -> Quantity | None:
             in_text = True
             in_prose |= _PROSE.search(piece[0]) is not None
             plain += f" {piece['content']} "
-        elif kind == "scale":
-            plain += " celsius " if piece["scale"] == "C" else " fahrenheit "
-        elif kind == "sign":
-            plain += f" {_CURRENCY_SIGNS[piece[0]]} "
+        elif kind in ("scale", "sign"):
+            plain += f" {_SIGNS[piece[kind]]} "
         else:
             plain += piece[0]
     return _read_words(plain, any_noun=any_noun and in_prose, letters=letters or in_text)
@@ -380,7 +400,7 @@ def _read_words(text: str, *, any_noun: bool, letters: bool) -> Quantity | None:
     words = text.strip(" .}·()").lower()
     if share and not words:
         return Quantity("")
-    fraction = _FRACTIONS.get(words) or _FRACTIONS.get(words.removesuffix("s"))
+    fraction = _FRACTIONS.get(words.removesuffix("s"))
     if fraction:
         return Quantity("", scale=fraction)
 
@@ -438,12 +458,12 @@ class _UnitReader:
             if plain.startswith("sq"):
                 self.next_power = 2
             return True
-        scale = _SCALES.get(word) or _SCALES.get(word.removesuffix("s"))
+        scale = _SCALES.get(word.removesuffix("s"))
         if scale:
             self.scale *= scale
             return not (self.powers or self.nouns or self.percent or self.is_joined)
 
-        unit = _BY_NAME["degree"] if word == r"\degree" else _look_up(word)
+        unit = _look_up(word)
         if unit is None:
             return self._read_noun(plain)
         self.lone_letters |= word in _AMBIGUOUS

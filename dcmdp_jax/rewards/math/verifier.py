@@ -29,7 +29,7 @@ from dcmdp_jax.rewards.math.answers import compare_literals, extract_answer
 _LOG = logging.getLogger(__name__)
 COMPARISON = "dcmdp_jax.rewards.math.equivalence"
 """Module whose `load` gives the function that compares two answers."""
-_MEMORY_BYTES = 2 * 1024**3
+_MEMORY_GIB = 2.0
 # Limit of a comparison in wall-clock time: processor time times the factor, plus the seconds. On a
 # loaded machine it gets done, and one that sleeps ends.
 WALL_FACTOR = 3
@@ -103,7 +103,7 @@ class Verifier(Closing):
             raise ValueError(
                 f"budget_s = {budget_s}: the time for a batch must be at least 0 seconds (0: none)"
             )
-        self._pool = IsolatedPool(COMPARISON, workers=num_workers, memory_bytes=_MEMORY_BYTES)
+        self._pool = IsolatedPool(COMPARISON, workers=num_workers, memory_gib=_MEMORY_GIB)
         self._timeout_s = timeout_s
         self._budget_s = budget_s
         self._extraction = extraction
