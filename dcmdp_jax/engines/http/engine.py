@@ -165,10 +165,13 @@ class RemoteEngine:
 
         def groups() -> Iterator[list[Episode]]:
             open_groups = OpenGroups(group)
-            answers = self.server.complete("generate: completion", payloads, read)
-            with contextlib.closing(answers):
-                for arrived in answers:
-                    yield open_groups.add(episode for _, episode in arrived)
+            calls = self.server.complete("generate: completion", payloads, read)
+            with contextlib.closing(calls.values()) as episodes:
+                for episode in episodes:
+                    arrived = []
+                    if episode is not None:
+                        arrived.append(episode)
+                    yield open_groups.add(arrived)
 
         return groups()
 
@@ -220,7 +223,8 @@ class RemoteEngine:
                 logprobs.append(entry[str(token)]["logprob"])
             return _logprobs(logprobs, len(tokens))
 
-        return self.server.complete_all("score: completion", payloads, read)
+        [logprobs] = self.server.complete("score: completion", payloads, read).results()
+        return logprobs
 
     def release_weights(self) -> None:
         """Do nothing: the server keeps its weights."""
@@ -264,7 +268,8 @@ class RemoteEngine:
                 )
             return top
 
-        cool, hot = self.server.complete_all("log-probs mode: measurement", payloads, read)
+        calls = self.server.complete("log-probs mode: measurement", payloads, read)
+        [(cool, hot)] = calls.results()
         common = sorted(cool.keys() & hot.keys(), key=lambda token: -cool[token])
         before = np.asarray([cool[token] - cool[common[0]] for token in common])
         after = np.asarray([hot[token] - hot[common[0]] for token in common])
