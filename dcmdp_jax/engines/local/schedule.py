@@ -61,6 +61,7 @@ class Completions:
             last; None if no one asked.
         prompt_routed_experts: the same of each prompt, [P, layers, k].
         top: columns of the top-k tokens, [N, limit, k] each; empty if no one asked.
+        columns: `tokens`, `logprobs` and those of `top`, as `sampler.choose_tokens` returns them.
         slot_tokens: [N, limit] int32, the token that each cache slot after the prompt holds; see
             `decode.RowState`.
         finished: rows that ended since `take_finished`.
@@ -99,31 +100,27 @@ class Completions:
         if top:
             self.top[TOP_IDS] = np.empty((count, limit, top), np.int32)
             self.top[TOP_LOGPROBS] = np.empty((count, limit, top), np.float32)
+        self.columns = (self.tokens, self.logprobs, *self.top.values())
 
     def add(
         self,
         rows: np.ndarray,
-        tokens: np.ndarray,
-        logprobs: np.ndarray,
+        columns: Sequence[np.ndarray],
         sampled: np.ndarray,
         routed: np.ndarray | None = None,
-        top: Sequence[np.ndarray] = (),
     ) -> None:
-        """Append [steps, rows] tokens.
+        """Append tokens.
 
         Args:
             rows: rows of the call.
-            tokens, logprobs: the tokens; undefined beyond `sampled`.
+            columns: entries of `columns`, [steps, rows, ...] each; undefined beyond `sampled`.
             sampled: each row's new length.
             routed: experts of the tokens before them.
-            top: the top-k tokens in their places.
         """
-        places = (rows[:, None], self.sampled[rows][:, None] + np.arange(tokens.shape[0]))
-        self.tokens[places] = tokens.T
-        self.logprobs[places] = logprobs.T
+        places = (rows[:, None], self.sampled[rows][:, None] + np.arange(len(columns[0])))
         if routed is not None:
             self.routed_experts[places[0], places[1] - 1] = routed.swapaxes(0, 1)
-        for column, values in zip(self.top.values(), top, strict=True):
+        for column, values in zip(self.columns, columns, strict=True):
             column[places] = values.swapaxes(0, 1)
         self.sampled[rows] = sampled
 
@@ -341,7 +338,7 @@ class Scheduler:
             positions: index of each row's prompt.
         """
         size = self._sizes.rows
-        tokens, logprobs, top = jax.device_get(
+        columns = jax.device_get(
             decode.first_tokens(
                 self._weights,
                 hidden,
@@ -353,15 +350,11 @@ class Scheduler:
             )
         )
         count = rows.size
-        tokens = tokens[:count]
-        self._completions.add(
-            rows,
-            tokens[None],
-            logprobs[None, :count],
-            np.ones(count, np.int32),
-            top=[values[None, :count] for values in top],
+        one_step = [values[None, :count] for values in columns]
+        self._completions.add(rows, one_step, np.ones(count, np.int32))
+        ended = np.isin(self._completions.tokens[rows, 0], self._draw.stop_ids) | (
+            self._sizes.limit == 1
         )
-        ended = np.isin(tokens, self._draw.stop_ids) | (self._sizes.limit == 1)
         self._completions.finished += rows[ended].tolist()
         for row, position in zip(rows[~ended].tolist(), positions[~ended].tolist(), strict=True):
             self._queues[0].append(_QueuedRow(row=row, source=source, position=position))
@@ -474,14 +467,8 @@ class Scheduler:
         routed = None
         if decoded.routed_experts is not None:
             routed = decoded.routed_experts[taken_steps]
-        completions.add(
-            rows,
-            decoded.tokens[taken_steps],
-            decoded.logprobs[taken_steps],
-            decoded.sampled[live],
-            routed,
-            [values[taken_steps] for values in decoded.top],
-        )
+        columns = [values[taken_steps] for values in decoded.columns]
+        completions.add(rows, columns, decoded.sampled[live], routed)
         ended = decoded.done[live] | (completions.sampled[rows] == self._sizes.limit)
         batch.rows[live[ended]] = -1
         completions.finished += rows[ended].tolist()
