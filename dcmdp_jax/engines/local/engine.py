@@ -12,8 +12,8 @@ from jax.sharding import PartitionSpec as P
 from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.forward import score as score_program
-from dcmdp_jax.engines.local.layout import Program, engine_mesh
-from dcmdp_jax.engines.local.programs import Preparation, SamplingShapes, ScoringShape
+from dcmdp_jax.engines.local.layout import Program, engine_mesh, planned_mesh
+from dcmdp_jax.engines.local.programs import Preparation, SamplingShapes, ScoringShape, Wait
 from dcmdp_jax.engines.local.schedule import CallPlan, Completions, Scheduler
 from dcmdp_jax.engines.local.sizes import (
     BatchSizes,
@@ -41,6 +41,8 @@ from dcmdp_jax.parallel.sharding import to_local
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
+
+Shapes = SamplingShapes | ScoringShape
 
 
 class LocalEngine:
@@ -80,13 +82,10 @@ class LocalEngine:
                 length is a program. None: `default_cache_block`.
         """
         if mesh is None and arguments.mesh is not None:
-            mesh = arguments.mesh(
-                tensor=arguments.settings.tensor, expert=arguments.settings.expert
-            )
+            mesh = planned_mesh(arguments)
         self.program = Program.of(arguments, engine_mesh(mesh))
         platform = self.program.platform
         self.config = arguments.model
-        self.precision = arguments.precision
         self.max_total_tokens = arguments.max_total_tokens
         self._max_rows = arguments.max_rows
         self._min_rows = arguments.min_rows or smallest_batch(platform)
@@ -95,7 +94,7 @@ class LocalEngine:
         self._prepares = arguments.prepare
         self._param_dtype = arguments.param_dtype
         # Functions that wait for programs, by the shapes that they are compiled for.
-        self._waits: dict[SamplingShapes | ScoringShape, list[Callable[[], object]]] = {}
+        self._waits: dict[Shapes, list[Wait]] = {}
         for prompts, sampling in arguments.first_calls:
             if sampling is None:
                 shape = self._scoring_shape(self.max_total_tokens, len(prompts))
@@ -134,7 +133,7 @@ class LocalEngine:
             params = jax.device_put(params, mesh.devices.flat[0])
         # Free the old weights first: two copies may not fit.
         self.release_weights()
-        convert = conversion(self.config, self.precision, mesh)
+        convert = conversion(self.config, self.program.precision, mesh)
         weights = convert.weights(params)
         expected, consumed = convert.proof(params, weights)
         wrong = np.count_nonzero(expected != consumed)
@@ -174,18 +173,13 @@ class LocalEngine:
         prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
         group = sampling.group_size
         plan = self._plan(prompts, sampling)
-        routed_shape = None
-        if self.program.routed_experts:
-            routed_shape = self.config.routing[:2]
         completions = Completions(
             prompts,
-            group,
-            sampling.max_completion_tokens,
+            plan,
+            self.program,
             seed,
             step,
             first_row=first_prompt * group,
-            routed_shape=routed_shape,
-            top=self.program.listed(plan.mode),
         )
         weights = self.weights
         version = self._policy_version
@@ -252,9 +246,9 @@ class LocalEngine:
 
     def _compile(
         self,
-        shapes: SamplingShapes | ScoringShape,
-        in_thread: Callable[[Callable[[], None], str], Callable[[], object]],
-    ) -> list[Callable[[], object]]:
+        shapes: Shapes,
+        in_thread: Callable[[Callable[[], None], str], Wait],
+    ) -> list[Wait]:
         """Have programs compiled once, if this engine prepares its calls.
 
         Args:
@@ -272,7 +266,7 @@ class LocalEngine:
             self._waits[shapes] = [in_thread(program.run, program.name) for program in compilations]
         return self._waits[shapes]
 
-    def _compile_now(self, all_shapes: Sequence[SamplingShapes | ScoringShape]) -> None:
+    def _compile_now(self, all_shapes: Sequence[Shapes]) -> None:
         """Have the programs of these shapes compiled side by side, and wait for them."""
         waits = []
         for shapes in all_shapes:

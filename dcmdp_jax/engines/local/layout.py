@@ -176,6 +176,12 @@ class Program:
         return {**weights, "layers": [layer(tree) for tree in weights["layers"]]}
 
 
+def planned_mesh(arguments: EngineArguments) -> Mesh:
+    """The mesh of an engine's settings."""
+    settings = arguments.settings
+    return arguments.mesh(tensor=settings.tensor, expert=settings.expert)
+
+
 def engine_mesh(mesh: Mesh | None) -> Mesh:
     """The engine's mesh, with the trainer's axes.
 

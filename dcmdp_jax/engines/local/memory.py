@@ -8,7 +8,7 @@ import jax
 from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import sizes
 from dcmdp_jax.engines.local.cache import abstract
-from dcmdp_jax.engines.local.layout import TENSOR, Program
+from dcmdp_jax.engines.local.layout import TENSOR, Program, planned_mesh
 from dcmdp_jax.engines.local.programs import abstract_weights
 from dcmdp_jax.engines.machine import PREEMPTED, Machine, MemoryPart
 from dcmdp_jax.parallel.sharding import bytes_per_device
@@ -36,8 +36,7 @@ def parts(
         rows: at most.
     """
     model = arguments.model
-    settings = arguments.settings
-    mesh = arguments.mesh(tensor=settings.tensor, expert=settings.expert).abstract_mesh
+    mesh = planned_mesh(arguments).abstract_mesh
     tensor = mesh.shape[TENSOR]
     devices = mesh.size
     make = functools.partial(machine.part, devices=devices, phases=_SAMPLE)

@@ -21,6 +21,9 @@ from dcmdp_jax.parallel.backend import usable_cores
 from dcmdp_jax.parallel.sharding import bytes_per_device, sharded
 from dcmdp_jax.types import Params
 
+Wait = Callable[[], object]
+"""Waits until a program is compiled."""
+
 
 def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     """Plan the programs that the embedded engine would run, at their largest shapes.
@@ -32,8 +35,7 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     Raises:
         UserError: if `tensor` or `expert` does not divide the devices or the model.
     """
-    settings = arguments.settings
-    mesh = arguments.mesh(tensor=settings.tensor, expert=settings.expert)
+    mesh = layout.planned_mesh(arguments)
     program = layout.Program.of(arguments, mesh)
     group = load.group_size
     heads = arguments.model.num_heads
@@ -323,7 +325,7 @@ class Preparation:
         self._threads = ThreadPoolExecutor(max(1, usable_cores() - 1))
         self.compilations = list[Future[None]]()
 
-    def add(self, program: Callable[[], object], name: str) -> Callable[[], object]:
+    def add(self, program: Callable[[], object], name: str) -> Wait:
         """Compile a program in the background; returns a function that waits for it."""
         compilation = self._threads.submit(self._compile, program, name)
         self.compilations.append(compilation)

@@ -70,19 +70,18 @@ class Completions:
     def __init__(
         self,
         prompts: Sequence[np.ndarray],
-        group: int,
-        limit: int,
+        plan: CallPlan,
+        program: layout.Program,
         seed: int,
         step: int,
         *,
         first_row: int,
-        routed_shape: tuple[int, int] | None = None,
-        top: int = 0,
     ) -> None:
         self.prompts = prompts
-        self.group = group
+        self.group = plan.group
         self.finished: list[int] = []
-        count = len(prompts) * group
+        count = len(prompts) * plan.group
+        limit = plan.sizes.limit
         self.tokens = np.empty((count, limit), np.int32)
         self.logprobs = np.empty((count, limit), np.float32)
         self.sampled = np.zeros(count, np.int32)
@@ -90,13 +89,15 @@ class Completions:
         rows = first_row + np.arange(count, dtype=np.uint32)
         self.keys = np.asarray(sampler.row_keys(np.uint32(seed), np.uint32(step), rows))
         lengths = np.asarray([prompt.size for prompt in prompts], np.int32)
-        self.prompt_lengths = np.repeat(lengths, group)
+        self.prompt_lengths = np.repeat(lengths, plan.group)
 
         self.routed_experts: np.ndarray | None = None
-        if routed_shape is not None:
-            self.routed_experts = np.empty((count, limit, *routed_shape), np.int16)
+        if program.routed_experts:
+            shape = (count, limit, *program.config.routing[:2])
+            self.routed_experts = np.empty(shape, np.int16)
         self.prompt_routed_experts: dict[int, np.ndarray] = {}
         self.top: dict[str, np.ndarray] = {}
+        top = program.listed(plan.mode)
         if top:
             self.top[TOP_IDS] = np.empty((count, limit, top), np.int32)
             self.top[TOP_LOGPROBS] = np.empty((count, limit, top), np.float32)
@@ -399,16 +400,20 @@ class Scheduler:
 
     def _shrink(self, batch: _Batch) -> None:
         """Move the live rows to a smaller batch if they fit one and enough steps are left."""
-        live = batch.live
-        size = self._sizes.shrunk(batch.rows.size, live.size)
+        size = self._sizes.shrunk(batch.rows.size, batch.live.size)
         if size < batch.rows.size and self._steps_left(batch) > _STEPS_OF_A_MOVE:
-            batch.cache, batch.rows = self._take(
-                batch.cache,
-                live,
-                batch.rows[live],
-                size=size,
-                slots=slots_of(batch.cache),
-            )
+            self._move(batch, size, slots_of(batch.cache))
+
+    def _move(self, batch: _Batch, size: int, slots: int) -> None:
+        """Move the live rows to a cache of `size` rows, with `slots` slots each."""
+        live = batch.live
+        batch.cache, batch.rows = self._take(
+            batch.cache,
+            live,
+            batch.rows[live],
+            size=size,
+            slots=slots,
+        )
 
     def _steps_left(self, batch: _Batch) -> int:
         """Steps until a row fills its cache or ends."""
@@ -491,26 +496,18 @@ class Scheduler:
 
     def _move_up(self, batch: _Batch) -> None:
         """Give all live rows the cache of the next level."""
-        live = batch.live
-        size = self._sizes.shrunk(batch.rows.size, live.size)
+        size = self._sizes.shrunk(batch.rows.size, batch.live.size)
         batch.level += 1
         batch.clock = 0
         batch.prefix = slots_of(batch.cache)
         slots = self._bucket + self._capacities[batch.level]
         if size < batch.rows.size:
-            batch.cache, batch.rows = self._take(
-                batch.cache,
-                live,
-                batch.rows[live],
-                size=size,
-                slots=slots,
-            )
+            self._move(batch, size, slots)
         else:
-            extra = slots - batch.prefix
             longer = take(
                 batch.cache,
                 None,
-                extra=extra,
+                slots=slots,
                 sharding=self._program.cache,
                 release=True,
             )
@@ -527,7 +524,12 @@ class Scheduler:
             if target is None or target.used == size:
                 places = full[:size]
                 repeated = np.resize(places.astype(np.int32), size)
-                cache = take(batch.cache, repeated, extra=0, sharding=self._program.cache)
+                cache = take(
+                    batch.cache,
+                    repeated,
+                    slots=slots_of(batch.cache),
+                    sharding=self._program.cache,
+                )
                 target = _QueuedCache(cache, 0)
             else:
                 places = full[: size - target.used]
@@ -580,13 +582,11 @@ class Scheduler:
 
         # The content of empty places is unused.
         sources = np.where(order >= 0, positions[order], 0).astype(np.int32)
-        extra = slots - slots_of(cache)
-        sharding = self._program.cache
         taken_cache = take(
             cache,
             sources,
-            extra=extra,
-            sharding=sharding,
+            slots=slots,
+            sharding=self._program.cache,
             local=local,
             release=release,
         )
