@@ -17,7 +17,8 @@ from dcmdp_jax.engines.vllm_common import unsupported_version
 from dcmdp_jax.errors import ArgumentError, UserError, one_line
 
 T = TypeVar("T")
-Read = Callable[[int, dict[str, Any]], T]
+Json = dict[str, Any]
+Read = Callable[[int, Json], T]
 """(number of the request, choice of its answer) -> what is wanted of it."""
 
 _KEY_VARIABLE = "VLLM_API_KEY"
@@ -27,7 +28,7 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 8.0
 # All fields that shape the distribution: what is left out comes from the model's
 # generation_config.json.
-_NEUTRAL: dict[str, Any] = {
+_NEUTRAL: Json = {
     "n": 1,
     "stream": False,
     "top_p": 1.0,
@@ -82,7 +83,7 @@ class VllmHttpClient:
     def complete(
         self,
         kind: str,
-        payloads: Sequence[dict[str, Any]],
+        payloads: Sequence[Json],
         read: Read[T],
     ) -> Calls:
         """Request one completion for each payload, `max_concurrent` at a time.
@@ -106,7 +107,7 @@ class VllmHttpClient:
     async def _complete(
         self,
         kind: str,
-        payloads: Sequence[dict[str, Any]],
+        payloads: Sequence[Json],
         read: Read[T],
         calls: Calls,
     ) -> list[T]:
@@ -200,7 +201,7 @@ class VllmHttpClient:
         client: httpx.AsyncClient,
         name: str,
         path: str,
-        body: dict[str, Any] | None = None,
+        body: Json | None = None,
     ) -> httpx.Response:
         """GET, or POST of a body; retried with growing pauses after errors that may pass."""
         trouble = ""

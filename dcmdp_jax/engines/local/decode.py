@@ -77,8 +77,6 @@ def prefill(
     """
 
     def local(weights: Params, prompts: Array, lengths: Array) -> tuple[Any, ...]:
-        weights = program.own_weights(weights)
-
         def run(
             chunk: tuple[Array, Array],
         ) -> tuple[Array, list[Layer], Array | None]:
@@ -134,7 +132,7 @@ def first_tokens(
 
     def local(weights: Params, rows: Array, keys: Array, draw: Draw) -> tuple[Array, ...]:
         words = token_words(keys, jnp.zeros(rows.shape[:1], jnp.int32))
-        return sample_tokens(program.own_weights(weights), rows, words, draw, mode, program)
+        return sample_tokens(weights, rows, words, draw, mode, program)
 
     rows = jax.lax.with_sharding_constraint(hidden[row_prompts], program.rows)
     return on_devices(program, local, (ROWS, ROWS, P()), ROWS)(weights, rows, keys, draw)
@@ -269,7 +267,6 @@ def _decode_local(
 ) -> tuple[Cache, Decoded]:
     """Run `decode` on one device, with its share of the rows."""
     config = program.device_model
-    weights = program.own_weights(weights)
     prompt_slots = slot_layout.prompt_slots
     prefix_slots = slot_layout.prefix_slots
     slots = jnp.arange(slots_of(cache))

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.engine_kind import EngineArguments
@@ -37,7 +36,7 @@ from dcmdp_jax.engines.protocol import (
 from dcmdp_jax.models.params import check_params
 from dcmdp_jax.models.sampler import Draw
 from dcmdp_jax.parallel.backend import compile_beside
-from dcmdp_jax.parallel.sharding import to_local
+from dcmdp_jax.parallel.sharding import replicated, to_local
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
@@ -128,8 +127,8 @@ class LocalEngine:
         check_params(params, self.config)
         mesh = conversion_mesh(params, self.program.mesh)
         if mesh.size == 1:
-            replicated = NamedSharding(mesh, P())
-            params = jax.tree.map(lambda leaf: to_local(leaf, replicated), params)
+            one_device = replicated(mesh)
+            params = jax.tree.map(lambda leaf: to_local(leaf, one_device), params)
             params = jax.device_put(params, mesh.devices.flat[0])
         # Free the old weights first: two copies may not fit.
         self.release_weights()

@@ -28,13 +28,17 @@ def on_devices(
 ) -> Callable[..., Any]:
     """`function` of the engine's tree and further arguments, run by each device on its share.
 
-    No product and no sum is partitioned by the compiler.
+    It gets the device's own weights (`Program.own_weights`). No product and no sum is partitioned
+    by the compiler.
     """
+
+    def local(weights: Params, *arguments: Any) -> Any:
+        return function(program.own_weights(weights), *arguments)
 
     def run(weights: Params, *arguments: Any) -> Any:
         specs = weight_specs(weights, program.config, program.mesh)
         return jax.shard_map(
-            function,
+            local,
             mesh=program.mesh,
             in_specs=(specs, *in_specs),
             out_specs=out_specs,
@@ -241,7 +245,6 @@ def score(
         lengths: Array,
         inverse_temperature: Array,
     ) -> Array:
-        weights = program.own_weights(weights)
         hidden, _, _ = forward_rows(weights, tokens, lengths, program)
         # The last position is computed too, against the first token, and dropped: rows without it
         # have an odd length, and the compiler for TPUs takes minutes over their reshape.

@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.activity import COMPILING
 from dcmdp_jax.engines.engine_kind import EngineArguments, EnginePlan, Lowerable, Workload
@@ -18,7 +17,7 @@ from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.models import sampler
 from dcmdp_jax.parallel.backend import usable_cores
-from dcmdp_jax.parallel.sharding import bytes_per_device, sharded
+from dcmdp_jax.parallel.sharding import bytes_per_device, replicated, sharded
 from dcmdp_jax.types import Params
 
 Wait = Callable[[], object]
@@ -50,7 +49,7 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
         mode="sample",
     )
     prefill, _, decoding = sampling.compilations(program, load.param_dtype, sharded=True)
-    prompts, chunks = sizes.prefill_shape(heads, max(1, rows // group), bucket, mesh.size)
+    _, prompts, _ = prefill.arguments
 
     score_length = sizes.length_bucket(arguments.max_total_tokens)
     score_rows = sizes.score_rows(heads, score_length, arguments.max_rows, program.row_shards)
@@ -67,7 +66,7 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
             trace=prefill.trace,
             resident=resident,
             row_lengths=(bucket,),
-            tokens=prompts // (chunks * program.row_shards) * bucket,
+            tokens=prompts.size // (prefill.options["groups"] * program.row_shards),
         ),
         Lowerable(
             name=decoding.name,
@@ -122,17 +121,17 @@ def _decode_arguments(
         sharded: give every array a sharding, to compile for a mesh of other devices. Calls pass
             NumPy arrays, except the cache.
     """
-    replicated = None
+    whole_sharding = None
     row_sharding = None
     if sharded:
-        replicated = NamedSharding(program.mesh, P())
+        whole_sharding = replicated(program.mesh)
         row_sharding = program.rows
 
     def by_row(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=row_sharding)
 
     def whole_array(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=replicated)
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=whole_sharding)
 
     cache = abstract(
         program.config,
@@ -301,10 +300,10 @@ class ScoringShape:
         # Calls, too, pass rows that are on the devices.
         padded = jax.ShapeDtypeStruct((self.rows, self.length), "int32", sharding=program.rows)
         lengths = jax.ShapeDtypeStruct((self.rows,), "int32", sharding=program.rows)
-        replicated = None
+        whole_sharding = None
         if sharded:
-            replicated = NamedSharding(program.mesh, P())
-        inverse_temperature = jax.ShapeDtypeStruct((), "float32", sharding=replicated)
+            whole_sharding = replicated(program.mesh)
+        inverse_temperature = jax.ShapeDtypeStruct((), "float32", sharding=whole_sharding)
         weights = abstract_weights(program, param_dtype)
         compilation = Compilation(
             function=forward.score,

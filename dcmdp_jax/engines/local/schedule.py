@@ -469,10 +469,9 @@ class Scheduler:
         completions.slot_tokens[rows[:, None], slots_after_prompt] = tokens_read
         batch.clock += steps.size
         taken_steps = (slice(steps.size), live)
-        routed = None
-        if decoded.routed_experts is not None:
-            routed = decoded.routed_experts[taken_steps]
-        columns = [values[taken_steps] for values in decoded.columns]
+        columns, routed = jax.tree.map(
+            lambda values: values[taken_steps], (decoded.columns, decoded.routed_experts)
+        )
         completions.add(rows, columns, decoded.sampled[live], routed)
         ended = decoded.done[live] | (completions.sampled[rows] == self._sizes.limit)
         batch.rows[live[ended]] = -1
