@@ -132,10 +132,22 @@ def first_tokens(
 
     def local(weights: Params, rows: Array, keys: Array, draw: Draw) -> tuple[Array, ...]:
         words = token_words(keys, jnp.zeros(rows.shape[:1], jnp.int32))
-        return sample_tokens(weights, rows, words, draw, mode, program)
+        return sample_tokens(
+            weights,
+            rows,
+            words,
+            draw,
+            mode,
+            program,
+        )
 
     rows = jax.lax.with_sharding_constraint(hidden[row_prompts], program.rows)
-    return on_devices(program, local, (ROWS, ROWS, P()), ROWS)(weights, rows, keys, draw)
+    return on_devices(program, local, (ROWS, ROWS, P()), ROWS)(
+        weights,
+        rows,
+        keys,
+        draw,
+    )
 
 
 class Decoded(NamedTuple):

@@ -63,7 +63,6 @@ class LocalEngine:
         arguments: EngineArguments,
         *,
         mesh: Mesh | None = None,
-        cache_block: int | None = None,
     ) -> None:
         """Store the arguments; nothing is allocated before the first weight sync.
 
@@ -77,8 +76,6 @@ class LocalEngine:
             mesh: in place of `arguments.mesh`. Rows are split over data, fsdp and expert, weights
                 over tensor and expert. The devices of a mesh with other axes split rows; without
                 any it is the first local device.
-            cache_block: initial completion slots of the cache, doubled as rows fill them; each
-                length is a program. None: `default_cache_block`.
         """
         if mesh is None and arguments.mesh is not None:
             mesh = planned_mesh(arguments)
@@ -88,7 +85,7 @@ class LocalEngine:
         self.max_total_tokens = arguments.max_total_tokens
         self._max_rows = arguments.max_rows
         self._min_rows = arguments.min_rows or smallest_batch(platform)
-        self._cache_block = cache_block or default_cache_block(platform)
+        self._cache_block = default_cache_block(platform)
         self.preparation = Preparation()
         self._prepares = arguments.prepare
         self._param_dtype = arguments.param_dtype

@@ -33,7 +33,8 @@ def on_devices(
     """
 
     def local(weights: Params, *arguments: Any) -> Any:
-        return function(program.own_weights(weights), *arguments)
+        own_weights = program.own_weights(weights)
+        return function(own_weights, *arguments)
 
     def run(weights: Params, *arguments: Any) -> Any:
         specs = weight_specs(weights, program.config, program.mesh)

@@ -3,15 +3,13 @@
 import functools
 import math
 
-import jax
-
 from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import sizes
 from dcmdp_jax.engines.local.cache import abstract
 from dcmdp_jax.engines.local.layout import TENSOR, Program, planned_mesh
 from dcmdp_jax.engines.local.programs import abstract_weights
 from dcmdp_jax.engines.machine import PREEMPTED, Machine, MemoryPart
-from dcmdp_jax.parallel.sharding import bytes_per_device
+from dcmdp_jax.parallel.sharding import bytes_per_device, total_bytes
 
 _SAMPLE = frozenset({"sample"})
 _LOGITS_HELD = 3
@@ -54,7 +52,7 @@ def parts(
             dtype=program.cache_dtype,
             platform=machine.platform,
         )
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) // tensor
+        return total_bytes(cache) // tensor
 
     limit = load.max_completion_tokens
     first = sizes.cache_capacities(sizes.default_cache_block(machine.platform), limit)[0]
@@ -148,11 +146,9 @@ def _weight_bytes(program: Program, param_dtype: str, cpu: bool) -> tuple[int, i
     On a CPU they are of all devices together, which share them.
     """
     weights = abstract_weights(program, param_dtype)
-    layer_bytes = []
-    for subtree in [*weights["layers"], {**weights, "layers": []}]:
-        if cpu:
-            leaves = jax.tree.leaves(subtree)
-            layer_bytes.append(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves))
-        else:
-            layer_bytes.append(bytes_per_device(subtree))
+    measure = bytes_per_device
+    if cpu:
+        measure = total_bytes
+    subtrees = [*weights["layers"], {**weights, "layers": []}]
+    layer_bytes = [measure(subtree) for subtree in subtrees]
     return sum(layer_bytes), max(layer_bytes)

@@ -352,7 +352,11 @@ class Scheduler:
         )
         count = rows.size
         one_step = [values[None, :count] for values in columns]
-        self._completions.add(rows, one_step, np.ones(count, np.int32))
+        self._completions.add(
+            rows,
+            one_step,
+            np.ones(count, np.int32),
+        )
         ended = np.isin(self._completions.tokens[rows, 0], self._draw.stop_ids) | (
             self._sizes.limit == 1
         )
@@ -455,7 +459,10 @@ class Scheduler:
             limits,
             self._draw,
             program=self._program,
-            slot_layout=decode.SlotLayout(prompt_slots=self._bucket, prefix_slots=batch.prefix),
+            slot_layout=decode.SlotLayout(
+                prompt_slots=self._bucket,
+                prefix_slots=batch.prefix,
+            ),
             mode=self._mode,
         )
 
@@ -472,7 +479,12 @@ class Scheduler:
         columns, routed = jax.tree.map(
             lambda values: values[taken_steps], (decoded.columns, decoded.routed_experts)
         )
-        completions.add(rows, columns, decoded.sampled[live], routed)
+        completions.add(
+            rows,
+            columns,
+            decoded.sampled[live],
+            routed,
+        )
         ended = decoded.done[live] | (completions.sampled[rows] == self._sizes.limit)
         batch.rows[live[ended]] = -1
         completions.finished += rows[ended].tolist()

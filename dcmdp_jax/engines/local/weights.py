@@ -192,7 +192,11 @@ class Conversion:
         layers = self._config.by_kind(outer.pop("layers"))
         in_place = _devices(outer["norm"]["scale"]) == list(self._mesh.devices.flat)
         shapes = outer | {"layers": _one_layer(self._config)}
-        specs = weight_specs(shapes, self._config, self._mesh)
+        specs = weight_specs(
+            shapes,
+            self._config,
+            self._mesh,
+        )
         layer_specs = self._config.by_kind(specs.pop("layers"))
 
         # Other devices: each leaf of a layer goes there by itself, to the devices that will have a
