@@ -35,7 +35,6 @@ class Workload:
         group_size: completions of a prompt.
         prompt_lengths: tokens of each prompt.
         max_completion_tokens: limit of each completion.
-        param_dtype: dtype of the synced parameters.
         training: whether a trainer has the same devices and takes turns with the engine.
     """
 
@@ -43,7 +42,6 @@ class Workload:
     group_size: int
     prompt_lengths: Sequence[int]
     max_completion_tokens: int
-    param_dtype: str
     training: bool = True
 
 

@@ -88,7 +88,6 @@ class LocalEngine:
         self._cache_block = default_cache_block(platform)
         self.preparation = Preparation()
         self._prepares = arguments.prepare
-        self._param_dtype = arguments.param_dtype
         # Functions that wait for programs, by the shapes that they are compiled for.
         self._waits: dict[Shapes, list[Wait]] = {}
         for prompts, sampling in arguments.first_calls:
@@ -98,8 +97,8 @@ class LocalEngine:
                 continue
             plan = self._plan(prompts, sampling)
             for bucket, _ in plan.buckets:
-                shapes = _sampling_shapes(plan, bucket, plan.sizes.batches(bucket)[:1])
-                self._compile(shapes, self.preparation.add)
+                shapes = _sampling_shapes(plan, bucket)
+                self._compile(shapes.first, self.preparation.add)
 
         self.weights: Params | None = None
         self._policy_version: int | None = None
@@ -208,12 +207,12 @@ class LocalEngine:
                     program=self.program,
                     trims=not self._prepares,
                 )
-                batches = plan.sizes.batches(bucket)
-                self._compile_now([_sampling_shapes(plan, bucket, batches[:1])])
+                shapes = _sampling_shapes(plan, bucket)
+                self._compile_now([shapes.first])
                 for _ in scheduler.sample():
                     yield open_groups.add(map(episode, completions.take_finished()))
                 # What later calls like this one can need.
-                self._compile(_sampling_shapes(plan, bucket, batches), self.preparation.add)
+                self._compile(shapes, self.preparation.add)
             yield open_groups.add(map(episode, completions.take_finished()))
 
         return groups()
@@ -258,7 +257,7 @@ class LocalEngine:
         if not self._prepares:
             return []
         if shapes not in self._waits:
-            compilations = shapes.compilations(self.program, self._param_dtype)
+            compilations = shapes.compilations(self.program)
             self._waits[shapes] = [in_thread(program.run, program.name) for program in compilations]
         return self._waits[shapes]
 
@@ -340,11 +339,9 @@ def _mode(sampling: SamplingParams, vocab_size: int) -> str:
     return mode
 
 
-def _sampling_shapes(
-    plan: CallPlan, bucket: int, batches: tuple[tuple[int, int, int], ...]
-) -> SamplingShapes:
+def _sampling_shapes(plan: CallPlan, bucket: int) -> SamplingShapes:
     return SamplingShapes(
-        batches=batches,
+        batches=plan.sizes.batches(bucket),
         group=plan.group,
         stops=plan.draw.stop_ids.size,
         bucket=bucket,

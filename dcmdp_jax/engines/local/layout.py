@@ -52,6 +52,7 @@ class Program:
         routed_experts: also return the experts that each token was sent to.
         top_logprobs: also return the top-k tokens and their log-probs, this many; see `listed`.
         precision: of the weights; some round inputs too, see `scheme.Grouped`.
+        param_dtype: dtype of the synced parameters.
     """
 
     config: ModelConfig
@@ -61,6 +62,7 @@ class Program:
     routed_experts: bool = False
     top_logprobs: int = 0
     precision: str = ""
+    param_dtype: str = "float32"
 
     def listed(self, mode: str) -> int:
         """Number of top-k tokens to return.
@@ -81,6 +83,7 @@ class Program:
             routed_experts=arguments.routed_experts,
             top_logprobs=arguments.top_logprobs,
             precision=arguments.precision,
+            param_dtype=arguments.param_dtype,
         )
 
     @property

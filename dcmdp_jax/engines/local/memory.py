@@ -121,7 +121,7 @@ def parts(
 
 def _weight_parts(program: Program, load: Workload, machine: Machine) -> list[MemoryPart]:
     cpu = machine.platform == "cpu"
-    weights, largest_layer = _weight_bytes(program, load.param_dtype, cpu)
+    weights, largest_layer = _weight_bytes(program, cpu)
     split = "more devices along `tensor`, " if load.training and not cpu else ""
     lower = f"a smaller model, {split}or `engine`=vllm"
     if program.precision in ("exact", "float32"):
@@ -140,12 +140,12 @@ def _weight_parts(program: Program, load: Workload, machine: Machine) -> list[Me
 
 
 @functools.lru_cache(maxsize=8)
-def _weight_bytes(program: Program, param_dtype: str, cpu: bool) -> tuple[int, int]:
+def _weight_bytes(program: Program, cpu: bool) -> tuple[int, int]:
     """Bytes of the engine's weights and of their largest layer, on each device.
 
     On a CPU they are of all devices together, which share them.
     """
-    weights = abstract_weights(program, param_dtype)
+    weights = abstract_weights(program)
     measure = bytes_per_device
     if cpu:
         measure = total_bytes

@@ -37,7 +37,6 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     mesh = layout.planned_mesh(arguments)
     program = layout.Program.of(arguments, mesh)
     group = load.group_size
-    heads = arguments.model.num_heads
     bucket = sizes.length_bucket(max(load.prompt_lengths))
     slots = bucket + load.max_completion_tokens
     rows = sizes.batch_rows(arguments.max_rows, group, load.completions, mesh.size)
@@ -48,13 +47,18 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
         bucket=bucket,
         mode="sample",
     )
-    prefill, _, decoding = sampling.compilations(program, load.param_dtype, sharded=True)
+    prefill, _, decoding = sampling.compilations(program, sharded=True)
     _, prompts, _ = prefill.arguments
 
     score_length = sizes.length_bucket(arguments.max_total_tokens)
-    score_rows = sizes.score_rows(heads, score_length, arguments.max_rows, program.row_shards)
+    score_rows = sizes.score_rows(
+        arguments.model.num_heads,
+        score_length,
+        arguments.max_rows,
+        program.row_shards,
+    )
     shape = ScoringShape(rows=score_rows, length=score_length)
-    (scoring,) = shape.compilations(program, load.param_dtype, sharded=True)
+    (scoring,) = shape.compilations(program, sharded=True)
 
     weights, cache, *_ = decoding.arguments
     weights_bytes = bytes_per_device(weights)
@@ -95,9 +99,9 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     )
 
 
-def abstract_weights(program: layout.Program, param_dtype: str) -> Params:
-    """Shapes and shardings of the engine's tree, synced by a trainer with parameters of a dtype."""
-    shapes = engine_shapes(program.config, program.precision, param_dtype)
+def abstract_weights(program: layout.Program) -> Params:
+    """Shapes and shardings of the engine's tree."""
+    shapes = engine_shapes(program.config, program.precision, program.param_dtype)
     specs = layout.weight_specs(shapes, program.config, program.mesh)
     return sharded(shapes, jax.tree.map(lambda spec: NamedSharding(program.mesh, spec), specs))
 
@@ -210,15 +214,19 @@ class SamplingShapes:
     bucket: int
     mode: str
 
+    @property
+    def first(self) -> "SamplingShapes":
+        """The shapes that a call begins with: its first batch alone."""
+        return dataclasses.replace(self, batches=self.batches[:1])
+
     def compilations(
         self,
         program: layout.Program,
-        param_dtype: str,
         *,
         sharded: bool = False,
     ) -> list[Compilation]:
         """`prefill`, `first_tokens` and each `decode`; for arguments see `ScoringShape`."""
-        weights = abstract_weights(program, param_dtype)
+        weights = abstract_weights(program)
         sharding = None
         if sharded:
             sharding = program.rows
@@ -286,7 +294,6 @@ class ScoringShape:
     def compilations(
         self,
         program: layout.Program,
-        param_dtype: str,
         *,
         sharded: bool = False,
     ) -> list[Compilation]:
@@ -294,7 +301,6 @@ class ScoringShape:
 
         Args:
             program: static arguments.
-            param_dtype: dtype of the synced parameters.
             sharded: see `_decode_arguments`.
         """
         # Calls, too, pass rows that are on the devices.
@@ -304,7 +310,7 @@ class ScoringShape:
         if sharded:
             whole_sharding = replicated(program.mesh)
         inverse_temperature = jax.ShapeDtypeStruct((), "float32", sharding=whole_sharding)
-        weights = abstract_weights(program, param_dtype)
+        weights = abstract_weights(program)
         compilation = Compilation(
             function=forward.score,
             arguments=(weights, padded, lengths, inverse_temperature),
