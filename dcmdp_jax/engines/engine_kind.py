@@ -319,7 +319,10 @@ class EngineKind:
             allowed = "none"
             if self.most_top_logprobs:
                 allowed = f"at most {self.most_top_logprobs:g} top-k tokens"
-            raise ArgumentError("top_logprobs", f"got {count}, {self.name} returns {allowed}")
+            raise ArgumentError(
+                "top_logprobs",
+                f"got {count}, {self.name} returns {allowed}",
+            )
 
     def check_temperature(self, temperature: float) -> None:
         """See the function `check_temperature`."""

@@ -99,8 +99,8 @@ class VllmHttpClient:
                 TypeError and IndexError mean an answer that can't be used.
 
         Returns:
-            One call, whose `values` are what `read` returned, as answers come; its result is the
-            list of them in the order of the payloads.
+            One call, whose `values` are lists of what `read` returned, as answers come; its result
+            is the list of all in the order of the payloads.
         """
         return Calls([lambda calls: asyncio.run(self._complete(kind, payloads, read, calls))])
 
@@ -133,7 +133,7 @@ class VllmHttpClient:
                         f"{name}: the answer of {self.address} can't be used: {reason}"
                     ) from None
                 results[index] = result
-                calls.put(result)
+                calls.put([result])
 
         async with self._client() as client:
             count = min(self._max_concurrent, len(payloads))

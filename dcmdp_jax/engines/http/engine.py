@@ -166,12 +166,9 @@ class RemoteEngine:
         def groups() -> Iterator[list[Episode]]:
             open_groups = OpenGroups(group)
             calls = self.server.complete("generate: completion", payloads, read)
-            with contextlib.closing(calls.values()) as episodes:
-                for episode in episodes:
-                    arrived = []
-                    if episode is not None:
-                        arrived.append(episode)
-                    yield open_groups.add(arrived)
+            with contextlib.closing(calls.values()) as values:
+                for episodes in values:
+                    yield open_groups.add(episodes or [])
 
         return groups()
 

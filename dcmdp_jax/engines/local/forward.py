@@ -209,7 +209,13 @@ def sample_tokens(
     if not program.splits_vocab:
         return choose(token_logits, words)
     # [R, V / ways] -> [R / ways, V]
-    token_logits = jax.lax.all_to_all(token_logits, TENSOR, split_axis=0, concat_axis=1, tiled=True)
+    token_logits = jax.lax.all_to_all(
+        token_logits,
+        TENSOR,
+        split_axis=0,
+        concat_axis=1,
+        tiled=True,
+    )
     share = token_logits.shape[0]
     words = jax.lax.dynamic_slice_in_dim(words, share * jax.lax.axis_index(TENSOR), share)
     columns = choose(token_logits, words)

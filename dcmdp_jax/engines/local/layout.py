@@ -74,11 +74,13 @@ class Program:
     @classmethod
     def of(cls, arguments: EngineArguments, mesh: Mesh) -> "Program":
         """The static arguments of an engine."""
-        cache = FLOAT8 if arguments.kv_cache_dtype == "fp8" else arguments.compute_dtype
+        cache_dtype = arguments.compute_dtype
+        if arguments.kv_cache_dtype == "fp8":
+            cache_dtype = FLOAT8
         return cls(
             config=arguments.model,
             compute_dtype=arguments.compute_dtype,
-            cache_dtype=cache,
+            cache_dtype=cache_dtype,
             mesh=mesh,
             routed_experts=arguments.routed_experts,
             top_logprobs=arguments.top_logprobs,
