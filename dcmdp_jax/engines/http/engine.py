@@ -252,7 +252,11 @@ class RemoteEngine:
         Returns:
             None if that is unclear.
         """
-        payload = {"prompt": prompt.tolist(), "max_tokens": 1, "logprobs": _MEASURED_TOKENS}
+        payload = {
+            "prompt": prompt.tolist(),
+            "max_tokens": 1,
+            "logprobs": _MEASURED_TOKENS,
+        }
         payloads = [payload | {"temperature": temperature} for temperature in (1.0, 2.0)]
 
         def read(index: int, choice: Json) -> dict[str, float]:

@@ -118,11 +118,12 @@ class Completions:
             sampled: each row's new length.
             routed: experts of the tokens before them.
         """
-        places = (rows[:, None], self.sampled[rows][:, None] + np.arange(len(columns[0])))
+        steps = np.arange(len(columns[0]))
+        places = self.sampled[rows] + steps[:, None]
         if routed is not None:
-            self.routed_experts[places[0], places[1] - 1] = routed.swapaxes(0, 1)
+            self.routed_experts[rows, places - 1] = routed
         for column, values in zip(self.columns, columns, strict=True):
-            column[places] = values.swapaxes(0, 1)
+            column[rows, places] = values
         self.sampled[rows] = sampled
 
     def columns_of(self, row: int) -> dict[str, np.ndarray]:
@@ -393,11 +394,10 @@ class Scheduler:
 
     def _enter(self, batch: _Batch, queued: Sequence[_QueuedRow]) -> None:
         """Insert rows into free places of the batch."""
-        free = np.flatnonzero(batch.rows < 0)
         for source, group in itertools.groupby(queued, lambda row: row.source):
             rows = list(group)
+            free = np.flatnonzero(batch.rows < 0)
             places = free[: len(rows)]
-            free = free[len(rows) :]
             batch.rows[places] = [row.row for row in rows]
             positions = [row.position for row in rows]
             batch.cache = self._insert(batch.cache, source.cache, positions, places)
@@ -581,18 +581,18 @@ class Scheduler:
         room = size // devices
         owners = positions // device_rows
         local = devices > 1 and bool(np.bincount(owners).max() <= room)
-        order = np.full((devices, room), -1)
+        places = np.arange(rows.size)
         if local:
             for device in range(devices):
                 on_device = np.flatnonzero(owners == device)
-                order[device, : on_device.size] = on_device
+                places[on_device] = device * room + np.arange(on_device.size)
             positions = positions % device_rows
-        else:
-            order.reshape(-1)[: rows.size] = np.arange(rows.size)
-        order = order.reshape(-1)
 
         # The content of empty places is unused.
-        sources = np.where(order >= 0, positions[order], 0).astype(np.int32)
+        sources = np.zeros(size, np.int32)
+        sources[places] = positions
+        new_rows = np.full(size, -1)
+        new_rows[places] = rows
         taken_cache = take(
             cache,
             sources,
@@ -601,7 +601,7 @@ class Scheduler:
             local=local,
             release=release,
         )
-        return self._trimmed(taken_cache), np.where(order >= 0, rows[order], -1)
+        return self._trimmed(taken_cache), new_rows
 
     def _trimmed(self, cache: Cache) -> Cache:
         """Return a cache once the memory of its predecessor has gone back to the system."""
