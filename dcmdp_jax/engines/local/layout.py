@@ -168,17 +168,13 @@ class Program:
             converted["embedding"] = weights["embedding"]
         axis = TENSOR if self.tensor > 1 else ""
         weights = with_rounded_inputs(converted, self.precision, axis)
-        if self.tensor == 1 or "bias" not in weights["layers"][0]["attention"]["o"]:
-            return weights
-
-        adds_bias = jax.lax.axis_index(TENSOR) == 0
-
-        def layer(tree: Params) -> Params:
-            output = tree["attention"]["o"]
-            output = {**output, "bias": jnp.where(adds_bias, output["bias"], 0)}
-            return {**tree, "attention": {**tree["attention"], "o": output}}
-
-        return {**weights, "layers": [layer(tree) for tree in weights["layers"]]}
+        if self.tensor > 1 and "bias" in weights["layers"][0]["attention"]["o"]:
+            adds_bias = jax.lax.axis_index(TENSOR) == 0
+            # The trees are new, made by `dequantize`.
+            for layer in weights["layers"]:
+                output = layer["attention"]["o"]
+                output["bias"] = jnp.where(adds_bias, output["bias"], 0)
+        return weights
 
 
 def planned_mesh(arguments: EngineArguments) -> Mesh:

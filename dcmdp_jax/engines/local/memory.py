@@ -38,6 +38,7 @@ def parts(
     tensor = mesh.shape[TENSOR]
     devices = mesh.size
     make = functools.partial(machine.part, devices=devices, phases=_SAMPLE)
+    worst_case = functools.partial(make, certain=False)
     program = Program.of(arguments, mesh)
 
     batch = sizes.batch_rows(rows, load.group_size, load.completions, devices)
@@ -62,22 +63,21 @@ def parts(
     least = cache_bytes(shortest + first)
     caches = [
         make("key-value cache, first slots", least, lower=_FEWER),
-        make("key-value cache, all further slots", full - least, lower=_FEWER, certain=False),
+        worst_case("key-value cache, all further slots", full - least, lower=_FEWER),
     ]
     if load.completions > rows and first < limit:
         preempted = sizes.PREEMPTED_CACHES * full
-        caches.append(make(PREEMPTED, preempted, lower=_FEWER, certain=False))
+        caches.append(worst_case(PREEMPTED, preempted, lower=_FEWER))
 
     records = []
     if arguments.routed_experts:
         token_bytes = 2 * math.prod(model.routing[:2])
         decoded = group_rows * token_bytes
         records += [
-            make(
+            worst_case(
                 "experts of decoded tokens",
                 limit * decoded,
                 lower=f"{_FEWER}, or `routed_experts`=False",
-                certain=False,
             ),
             MemoryPart(
                 "engine's record of them",
@@ -93,7 +93,7 @@ def parts(
         decoded = limit * group_rows * token_bytes
         record = load.completions * limit * token_bytes
         records += [
-            make("top-k tokens of decoded ones", decoded, lower=lower, certain=False),
+            worst_case("top-k tokens of decoded ones", decoded, lower=lower),
             MemoryPart(
                 "engine's lists of them", host=record, phases=_SAMPLE, lower=lower, certain=False
             ),
@@ -115,7 +115,7 @@ def parts(
         *_weight_parts(program, load, machine),
         *caches,
         *records,
-        make("sampler's logits and attention", working, lower="`max_rows`", certain=False),
+        worst_case("sampler's logits and attention", working, lower="`max_rows`"),
     ]
 
 

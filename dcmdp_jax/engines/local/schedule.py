@@ -273,11 +273,12 @@ class Scheduler:
             self._decode(batch, refills)
             yield
 
-            lengths = self._completions.sampled[batch.rows]
-            full = np.flatnonzero((batch.rows >= 0) & (lengths > self._capacities[batch.level]))
+            live = batch.live
+            lengths = self._completions.sampled[batch.rows[live]]
+            full = live[lengths > self._capacities[batch.level]]
             if not full.size:
                 continue
-            all_full = full.size == batch.live.size
+            all_full = full.size == live.size
             if all_full and self._keeps_together(batch.level, full.size, refills):
                 self._move_up(batch)
             else:

@@ -65,10 +65,10 @@ def engine_shapes(
 
     def converted(params: Params) -> Params:
         params = in_precision(params, config, precision)
-        fused = {}
-        for kind, layer in config.by_kind(params["layers"]).items():
-            fused[kind] = decoder.fuse_projections(layer, mlp=True)
-        params["layers"] = [fused[kind] for kind, _ in config.layer_kinds]
+        layers = config.by_kind(params["layers"])
+        params["layers"] = [
+            decoder.fuse_projections(layers[kind], mlp=True) for kind, _ in config.layer_kinds
+        ]
         return params
 
     shapes = param_shapes(config, param_dtype)
@@ -109,8 +109,8 @@ class Conversion:
         outside_specs = weight_specs(engine_tree, config, mesh)
         layer_specs = outside_specs.pop("layers")
         fused = {}
-        for (kind, _), specs in zip(config.layer_kinds, layer_specs, strict=True):
-            fused[kind] = specs
+        for kind, indices in config.kinds.items():
+            fused[kind] = layer_specs[indices[0]]
 
         # The same of the trainer's separate matrices, and which of them are quantized.
         convert = functools.partial(in_precision, config=config, precision=precision)
@@ -149,9 +149,8 @@ class Conversion:
             return fuse_parts(separate)
 
         def outside(params: Params) -> Params:
-            converted = convert(params)
             # A result that is an argument would be the trainer's own buffer.
-            return jax.tree.map(jnp.copy, converted)
+            return jax.tree.map(jnp.copy, convert(params))
 
         def source_checksums(
             params: Params,
@@ -234,8 +233,7 @@ class Conversion:
         device its own part only.
         """
         devices = _devices(params["norm"]["scale"])
-        expected = self.source_checksums(params, len(devices) == 1)
-        expected = jax.device_get(expected)
+        expected = jax.device_get(self.source_checksums(params, len(devices) == 1))
 
         outer = dict(weights)
         layers = outer.pop("layers")
