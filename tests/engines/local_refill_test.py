@@ -322,14 +322,14 @@ def test_take_and_insert_by_hand():
         return layer(first), layer(first + 100)
 
     longer = cache_module.take(
-        made(10, 3, 2), np.array([2, 0, 2], np.int32), slots=3, sharding=sharding
+        made(10, 3, 2), np.array([2, 0, 2], np.int32), extra=1, sharding=sharding
     )
     for layer, add in zip(longer, (0, 100), strict=True):
         rows = np.array([[14, 15, -add], [10, 11, -add], [14, 15, -add]]) + add
         for array in layer:
             np.testing.assert_array_equal(array.reshape(3, 3), rows)
     used_up = made(10, 3, 2)
-    extended = cache_module.take(used_up, None, slots=3, sharding=sharding, release=True)
+    extended = cache_module.take(used_up, None, extra=1, sharding=sharding, release=True)
     assert all(array.is_deleted() for array in jax.tree.leaves(used_up))
     for array in extended[1]:
         np.testing.assert_array_equal(
@@ -355,9 +355,9 @@ def test_rows_are_taken_where_they_are():
     cache = jax.device_put(((values.transpose(0, 1, 3, 2), values),), sharding)
     # Rows 0 to 2 are the first device's, 3 to 5 the second's; taken are rows 2, 0 and 4, 4.
     local = cache_module.take(
-        cache, np.array([2, 0, 1, 1], np.int32), slots=3, sharding=sharding, local=True
+        cache, np.array([2, 0, 1, 1], np.int32), extra=1, sharding=sharding, local=True
     )
-    named = cache_module.take(cache, np.array([2, 0, 4, 4], np.int32), slots=3, sharding=sharding)
+    named = cache_module.take(cache, np.array([2, 0, 4, 4], np.int32), extra=1, sharding=sharding)
     for array, other in zip(jax.tree.leaves(local), jax.tree.leaves(named), strict=True):
         assert array.sharding.is_equivalent_to(sharding, 4)
         np.testing.assert_array_equal(

@@ -101,7 +101,7 @@ def take(
     cache: Cache,
     rows: np.ndarray | None,
     *,
-    slots: int,
+    extra: int,
     sharding: NamedSharding,
     local: bool = False,
     release: bool = False,
@@ -111,7 +111,7 @@ def take(
     Args:
         cache: the other cache.
         rows: [R'] int32, rows in the order of the new cache; None takes all.
-        slots: slots of a row in the new cache, no fewer than in the other.
+        extra: slots of a row that the new cache has more.
         sharding: sharding of both caches.
         local: each device takes its own rows, and `rows` are indices local to it. Else the selected
             rows of several devices are exchanged, which takes five times as long.
@@ -121,7 +121,7 @@ def take(
     layers = []
     for layer in cache:
         # Wait for each layer: see `parallel.backend.MAX_IN_FLIGHT_PROGRAMS`.
-        copy = _take_of_layer(layer, rows, slots=slots, sharding=sharding, local=local)
+        copy = _take_of_layer(layer, rows, extra=extra, sharding=sharding, local=local)
         layers.append(jax.block_until_ready(copy))
         if release:
             for array in layer:
@@ -129,12 +129,12 @@ def take(
     return tuple(layers)
 
 
-@functools.partial(jax.jit, static_argnames=("slots", "sharding", "local"))
+@functools.partial(jax.jit, static_argnames=("extra", "sharding", "local"))
 def _take_of_layer(
     layer: Layer,
     rows: Array | None,
     *,
-    slots: int,
+    extra: int,
     sharding: NamedSharding,
     local: bool,
 ) -> Layer:
@@ -147,7 +147,7 @@ def _take_of_layer(
         arrays = []
         for x, slot_axis in zip(layer, _slot_axes(sharding), strict=True):
             padding = [(0, 0)] * 4
-            padding[slot_axis] = (0, slots - x.shape[slot_axis])
+            padding[slot_axis] = (0, extra)
             arrays.append(jnp.pad(x, padding))
         return tuple(arrays)
 

@@ -154,10 +154,10 @@ class Decoded(NamedTuple):
     """Result of `decode`.
 
     Attributes:
-        columns: what `sampler.choose_tokens` returns, [W, R, ...] each: tokens, log-probs and, where
-            the program lists them, the top-k tokens. Entry (i, r) is of token `sampled[r] + i` of
-            row r, with `sampled` from before the call. Entries after a row's stop token or the last
-            step are undefined.
+        columns: what `sampler.choose_tokens` returns, [W, R, ...] each: tokens, log-probs and,
+            where the program lists them, the top-k tokens. Entry (i, r) is of token
+            `sampled[r] + i` of row r, with `sampled` from before the call. Entries after a row's
+            stop token or the last step are undefined.
         steps: [] int32, steps taken.
         sampled, done: [R], see `RowState`.
         routed_experts: None, or [W, R, layers, k] int16; entry (i, r) are the experts of the token

@@ -359,9 +359,8 @@ class Scheduler:
             one_step,
             np.ones(count, np.int32),
         )
-        ended = np.isin(self._completions.tokens[rows, 0], self._draw.stop_ids) | (
-            self._sizes.limit == 1
-        )
+        first = self._completions.tokens[rows, 0]
+        ended = np.isin(first, self._draw.stop_ids) | (self._sizes.limit == 1)
         self._completions.finished += rows[ended].tolist()
         for row, position in zip(rows[~ended].tolist(), positions[~ended].tolist(), strict=True):
             self._queues[0].append(_QueuedRow(row=row, source=source, position=position))
@@ -519,7 +518,7 @@ class Scheduler:
             longer = take(
                 batch.cache,
                 None,
-                slots=slots,
+                extra=slots - batch.prefix,
                 sharding=self._program.cache,
                 release=True,
             )
@@ -536,12 +535,7 @@ class Scheduler:
             if target is None or target.used == size:
                 places = full[:size]
                 repeated = np.resize(places.astype(np.int32), size)
-                cache = take(
-                    batch.cache,
-                    repeated,
-                    slots=slots_of(batch.cache),
-                    sharding=self._program.cache,
-                )
+                cache = take(batch.cache, repeated, extra=0, sharding=self._program.cache)
                 target = _QueuedCache(cache, 0)
             else:
                 places = full[: size - target.used]
@@ -597,7 +591,7 @@ class Scheduler:
         taken_cache = take(
             cache,
             sources,
-            slots=slots,
+            extra=slots - slots_of(cache),
             sharding=self._program.cache,
             local=local,
             release=release,
