@@ -65,10 +65,10 @@ def engine_shapes(
 
     def converted(params: Params) -> Params:
         params = in_precision(params, config, precision)
-        layers = config.by_kind(params["layers"])
-        params["layers"] = [
-            decoder.fuse_projections(layers[kind], mlp=True) for kind, _ in config.layer_kinds
-        ]
+        fused = {}
+        for kind, layer in config.by_kind(params["layers"]).items():
+            fused[kind] = decoder.fuse_projections(layer, mlp=True)
+        params["layers"] = [fused[kind] for kind, _ in config.layer_kinds]
         return params
 
     shapes = param_shapes(config, param_dtype)
