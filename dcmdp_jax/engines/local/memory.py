@@ -72,11 +72,10 @@ def parts(
     records = []
     if arguments.routed_experts:
         token_bytes = 2 * math.prod(model.routing[:2])
-        decoded = group_rows * token_bytes
         records += [
             worst_case(
                 "experts of decoded tokens",
-                limit * decoded,
+                limit * group_rows * token_bytes,
                 lower=f"{_FEWER}, or `routed_experts`=False",
             ),
             MemoryPart(
