@@ -246,25 +246,7 @@ class SamplingShapes:
             options={"program": program, "groups": chunks},
         )
 
-        # An output of `prefill`, so it has a sharding in calls too.
-        hidden = jax.ShapeDtypeStruct(
-            (prompts, program.config.hidden_size), program.compute_dtype, sharding=program.rows
-        )
-        _, state, _, draw = _decode_arguments(
-            program,
-            rows,
-            slots=self.bucket,
-            prefix=0,
-            stops=self.stops,
-            sharded=sharded,
-        )
-        first_tokens = Compilation(
-            function=decode.first_tokens,
-            arguments=(weights, hidden, state.last, state.keys, draw),
-            options={"program": program, "mode": self.mode},
-        )
-
-        compilations = [prefill, first_tokens]
+        decodings = []
         for rows, slots, prefix in self.batches:
             arguments = _decode_arguments(
                 program,
@@ -280,8 +262,19 @@ class SamplingShapes:
                 arguments=(weights, *arguments),
                 options={"program": program, "mode": self.mode, "slot_layout": slot_layout},
             )
-            compilations.append(decoding)
-        return compilations
+            decodings.append(decoding)
+
+        # An output of `prefill`, so it has a sharding in calls too.
+        hidden = jax.ShapeDtypeStruct(
+            (prompts, program.config.hidden_size), program.compute_dtype, sharding=program.rows
+        )
+        _, _, state, _, draw = decodings[0].arguments
+        first_tokens = Compilation(
+            function=decode.first_tokens,
+            arguments=(weights, hidden, state.last, state.keys, draw),
+            options={"program": program, "mode": self.mode},
+        )
+        return [prefill, first_tokens, *decodings]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
