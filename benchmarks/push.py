@@ -71,8 +71,8 @@ def _temporary(config: ModelConfig, params: object, mesh: jax.sharding.Mesh) -> 
         programs.layer[""].lower(params["layers"], np.int32(0)),
         programs.outside.lower(rest),
         programs.source_checksums.lower(params, mesh.size == 1),
-        programs.layer_checksums[""].lower(
-            jax.eval_shape(programs.layer[""], params["layers"], np.int32(0))
+        programs.layer_checksums.lower(
+            jax.eval_shape(programs.layer[""], params["layers"], np.int32(0)), ""
         ),
     )
     return max(each.compile().memory_analysis().temp_size_in_bytes for each in lowered)

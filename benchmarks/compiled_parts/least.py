@@ -84,8 +84,8 @@ def decode_bytes(plan: CompiledRun) -> float:
 
     An embedding that is no output matrix is left out: a row of it is read for each token.
     """
-    setup = plan.run.placement.engine
-    shapes = engine_shapes(plan.run.model, setup.arguments.precision, setup.workload.param_dtype)
+    arguments = plan.run.placement.engine.arguments
+    shapes = engine_shapes(plan.run.model, arguments.precision, arguments.param_dtype)
     sizes = {
         name: sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(part))
         for name, part in shapes.items()

@@ -76,7 +76,7 @@ def check_engine(
     if not scores:
         return 0.0
 
-    completions = [episode.token_ids[episode.prompt_length :] for episode in episodes]
+    completions = [episode.completion_ids for episode in episodes]
     score_arrays = list(
         engine.score(
             [prompts[episode.group] for episode in episodes],

@@ -35,7 +35,6 @@ class Workload:
         group_size: completions of a prompt.
         prompt_lengths: tokens of each prompt.
         max_completion_tokens: limit of each completion.
-        param_dtype: dtype of the synced parameters.
         training: whether a trainer has the same devices and takes turns with the engine.
     """
 
@@ -43,7 +42,6 @@ class Workload:
     group_size: int
     prompt_lengths: Sequence[int]
     max_completion_tokens: int
-    param_dtype: str
     training: bool = True
 
 
@@ -321,7 +319,10 @@ class EngineKind:
             allowed = "none"
             if self.most_top_logprobs:
                 allowed = f"at most {self.most_top_logprobs:g} top-k tokens"
-            raise ArgumentError("top_logprobs", f"got {count}, {self.name} returns {allowed}")
+            raise ArgumentError(
+                "top_logprobs",
+                f"got {count}, {self.name} returns {allowed}",
+            )
 
     def check_temperature(self, temperature: float) -> None:
         """See the function `check_temperature`."""

@@ -77,7 +77,7 @@ def noise_floor(
     if not usable:
         return None, {}
 
-    resampled = {row: usable[row] for row in list(usable)[:_SAMPLED_AGAIN]}
+    resampled = dict(itertools.islice(usable.items(), _SAMPLED_AGAIN))
     try:
         scored = engine.score(
             [episode.prompt_ids for episode in usable.values()],

@@ -301,7 +301,7 @@ def _routing_problem(
     if outside.any():
         return f"routed expert {read[outside][0]} is outside 0 .. {experts - 1}"
     ordered = np.sort(read, axis=-1)
-    if (ordered[..., 1:] == ordered[..., :-1]).any():
+    if (np.diff(ordered) == 0).any():
         return "a token was routed to the same expert twice"
     return ""
 
@@ -431,10 +431,11 @@ def sample_alone(
         [other] = collect(
             engine.generate([episode.prompt_ids], alone, seed=seed, step=step, first_prompt=row)
         )
-        length = min(len(episode.completion_ids), len(other.completion_ids))
-        same = episode.completion_ids[:length] == other.completion_ids[:length]
+        end = min(len(episode.token_ids), len(other.token_ids))
+        both = slice(episode.prompt_length, end)
+        same = episode.token_ids[both] == other.token_ids[both]
         same = np.cumprod(same).astype(bool)
-        same &= episode.sampled_mask[episode.prompt_length :][:length]
-        together.append(episode.rollout_logprobs[episode.prompt_length :][:length][same])
-        again.append(other.rollout_logprobs[other.prompt_length :][:length][same])
+        same &= episode.sampled_mask[both]
+        together.append(episode.rollout_logprobs[both][same])
+        again.append(other.rollout_logprobs[both][same])
     return np.concatenate(together), np.concatenate(again)

@@ -375,6 +375,11 @@ def bytes_per_device(tree: Any) -> int:
     )
 
 
+def total_bytes(tree: Any) -> int:
+    """Bytes of arrays or shapes, each counted once, whatever devices hold it."""
+    return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(tree))
+
+
 def _axis_names(entry: MeshAxes) -> tuple[str, ...]:
     if entry is None or entry is P.UNCONSTRAINED:
         return ()

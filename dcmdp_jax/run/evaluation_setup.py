@@ -159,6 +159,7 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
                 make_mesh(data=-1, **split), num_params=num_params(model), **split
             ),
             probe=lambda: make_probe(model, Compute(), one_device_mesh()),
+            param_dtype=dtype,
         )
         kind.check(arguments)
 
@@ -170,7 +171,6 @@ def place_evaluation(task: Task, saved: SavedModel, files: Path) -> EngineSetup:
         group_size=1,
         prompt_lengths=lengths,
         max_completion_tokens=rollout.max_completion_tokens,
-        param_dtype=dtype,
         training=False,
     )
     others = loaded_parameters(model, dtype, machine) if kind.takes_weights else []

@@ -42,6 +42,7 @@ from dcmdp_jax.parallel.sharding import (
     data_parallel_only,
     param_shardings,
     sharded,
+    total_bytes,
 )
 from dcmdp_jax.run.weights import frozen_shapes
 from dcmdp_jax.types import Params
@@ -434,7 +435,7 @@ def _batch_parts(
     columns = column_shapes(config.columns, k=rollout.top_logprobs, routing=shapes.model.routing)
     batch = abstract_batch(packing, columns)
     lag = rollout.lag
-    batch_bytes = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(batch.rows))
+    batch_bytes = total_bytes(batch.rows)
     remedy = "training.prompts_per_step or rollout.max_completion_tokens"
     components = [
         make("batch", batch_bytes // row_shards(mesh), lower=remedy, phases=_STEP),

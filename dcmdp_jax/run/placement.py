@@ -371,7 +371,6 @@ def fit(
             group_size=rollout.group_size,
             prompt_lengths=shapes.prompt_lengths,
             max_completion_tokens=rollout.max_completion_tokens,
-            param_dtype=dtype,
         ),
         machine,
         trainer,

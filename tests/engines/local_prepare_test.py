@@ -47,7 +47,7 @@ def test_a_decoding_step_copies_no_cache_of_a_model_with_one_key_head():
     shapes = programs.SamplingShapes(
         batches=((8, 32, 16),), group=4, stops=1, bucket=16, mode="sample"
     )
-    *_, decode = shapes.compilations(engine.program, "float32")
+    *_, decode = shapes.compilations(engine.program)
     text = decode.trace().lower().compile().as_text()
     engine.close()
     computations = re.split(r"\n\n", text)

@@ -322,11 +322,10 @@ def test_the_engines_weights_by_precision(precision, compute, kept):
             group_size=1,
             prompt_lengths=[5],
             max_completion_tokens=4,
-            param_dtype="float32",
             training=False,
         )
         machine = Machine(platform=device, devices=2, device_bytes=None, host_bytes=None)
-        own = loaded_parameters(model, load.param_dtype, machine)
+        own = loaded_parameters(model, arguments.param_dtype, machine)
         plan = fit_engine(ENGINES["local"], arguments, load, machine, own).memory
         location = "device" if device == "gpu" else "host"
         assert part_of(plan, "engine's weights").on(location) == kept

@@ -36,13 +36,13 @@ def memory_plan_of(config, model, machine, shape, *, prompts=(1024,), vllm_on_cp
         model=model,
         mesh=functools.partial(sampling_mesh, mesh),
         platform="cpu" if vllm_on_cpu else "cuda",
+        param_dtype=config.model.param_dtype,
     )
     load = Workload(
         completions=completions,
         group_size=config.rollout.group_size,
         prompt_lengths=prompts,
         max_completion_tokens=config.rollout.max_completion_tokens,
-        param_dtype=config.model.param_dtype,
     )
     shapes = TrainingShapes(
         config=config, model=model, prompt_lengths=prompts, completions=completions

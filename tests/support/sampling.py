@@ -3,6 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import numpy as np
 from jax.sharding import Mesh
@@ -11,6 +12,7 @@ from dcmdp_jax.data.episode import Episode, in_prompt_order, single_turn
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.http import HttpSettings
 from dcmdp_jax.engines.http.engine import RemoteEngine
+from dcmdp_jax.engines.local import engine as local_module
 from dcmdp_jax.engines.local.engine import LocalEngine
 from dcmdp_jax.engines.protocol import Engine, SamplingParams
 from dcmdp_jax.models.config import ModelConfig
@@ -127,9 +129,15 @@ def counted_rollout(lengths, group_size, finish=None):
 def local_engine(
     config: ModelConfig, *, mesh: Mesh | None = None, cache_block: int | None = None, **given: Any
 ) -> LocalEngine:
-    """The embedded engine of a model, with any of `EngineArguments`; batches shrink to 32 rows."""
+    """The embedded engine of a model, with any of `EngineArguments`; batches shrink to 32 rows.
+
+    `cache_block` takes the place of `default_cache_block`.
+    """
     arguments = EngineArguments(**{"model": config, "min_rows": 32, **given})
-    return LocalEngine(arguments, mesh=mesh, cache_block=cache_block)
+    if cache_block is None:
+        return LocalEngine(arguments, mesh=mesh)
+    with mock.patch.object(local_module, "default_cache_block", lambda platform: cache_block):
+        return LocalEngine(arguments, mesh=mesh)
 
 
 def remote_engine(config: ModelConfig, *, server, timeout_s=600.0, retries=None, **given):

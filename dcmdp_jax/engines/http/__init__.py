@@ -40,15 +40,15 @@ class HttpKind(EngineKind):
     most_top_logprobs = 20
 
     def check(self, arguments: EngineArguments) -> None:
-        if not arguments.settings.server:
+        server = arguments.settings.server
+        if not server:
             raise ArgumentError(
                 "server", "empty; give the engine's server, http(s)://HOST:PORT or a socket's path"
             )
-        if arguments.settings.server.startswith("http") and not is_url(arguments.settings.server):
+        if server.startswith("http") and not is_url(server):
             raise ArgumentError(
                 "server",
-                f"got {arguments.settings.server!r}, must be http://host:port (1 to 65535) or "
-                "https://host",
+                f"got {server!r}, must be http://host:port (1 to 65535) or https://host",
             )
 
     def build(self, arguments: EngineArguments) -> "Engine":

@@ -1,13 +1,11 @@
 """A vLLM server reached over HTTP: completions of token ids, many at a time, with time limits."""
 
 import asyncio
-import contextlib
-import itertools
 import json
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -19,7 +17,8 @@ from dcmdp_jax.engines.vllm_common import unsupported_version
 from dcmdp_jax.errors import ArgumentError, UserError, one_line
 
 T = TypeVar("T")
-Read = Callable[[int, dict[str, Any]], T]
+Json = dict[str, Any]
+Read = Callable[[int, Json], T]
 """(number of the request, choice of its answer) -> what is wanted of it."""
 
 _KEY_VARIABLE = "VLLM_API_KEY"
@@ -29,7 +28,7 @@ _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 8.0
 # All fields that shape the distribution: what is left out comes from the model's
 # generation_config.json.
-_NEUTRAL: dict[str, Any] = {
+_NEUTRAL: Json = {
     "n": 1,
     "stream": False,
     "top_p": 1.0,
@@ -84,13 +83,13 @@ class VllmHttpClient:
     def complete(
         self,
         kind: str,
-        payloads: Sequence[dict[str, Any]],
+        payloads: Sequence[Json],
         read: Read[T],
-    ) -> Iterator[list[tuple[int, T]]]:
+    ) -> Calls:
         """Request one completion for each payload, `max_concurrent` at a time.
 
-        The first failure ends them all. Closed before its end, or interrupted, it cancels what is
-        in flight, on the server too.
+        The first failure ends them all, with an EngineError in one line that names the request.
+        Closed before its end, or interrupted, it cancels what is in flight, on the server too.
 
         Args:
             kind: begins the name of a request in errors; its number follows.
@@ -99,51 +98,27 @@ class VllmHttpClient:
             read: (number, the answer's choice) -> what is wanted of it. Its ValueError, KeyError,
                 TypeError and IndexError mean an answer that can't be used.
 
-        Yields:
-            (number, what `read` returned) as answers come; twice a second an empty list, where none
-            does.
-
-        Raises:
-            EngineError: in one line that names the request.
+        Returns:
+            One call, whose `values` are lists of what `read` returned, as answers come; its result
+            is the list of all in the order of the payloads.
         """
-        calls = Calls([lambda calls: asyncio.run(self._complete(kind, payloads, read, calls))])
-        with contextlib.closing(calls.values()) as values:
-            for answer in values:
-                if answer is None:
-                    yield []
-                else:
-                    yield [answer]
-
-    def complete_all(
-        self,
-        kind: str,
-        payloads: Sequence[dict[str, Any]],
-        read: Read[T],
-    ) -> list[T]:
-        """All that `complete` yields, in the order of the payloads."""
-        results = dict(itertools.chain.from_iterable(self.complete(kind, payloads, read)))
-        return [results[index] for index in range(len(payloads))]
+        return Calls([lambda calls: asyncio.run(self._complete(kind, payloads, read, calls))])
 
     async def _complete(
         self,
         kind: str,
-        payloads: Sequence[dict[str, Any]],
+        payloads: Sequence[Json],
         read: Read[T],
         calls: Calls,
-    ) -> None:
+    ) -> list[T]:
         indices = iter(range(len(payloads)))
+        results: dict[int, T] = {}
 
         async def work(client: httpx.AsyncClient) -> None:
             for index in indices:
                 name = f"{kind} {index}"
                 body = {"model": self.model, **_NEUTRAL, **payloads[index]}
-                response = await self._request(
-                    client,
-                    name,
-                    "/v1/completions",
-                    body,
-                    self.timeout_s,
-                )
+                response = await self._request(client, name, "/v1/completions", body)
                 answer = _json(response, name)
                 try:
                     (choice,) = answer["choices"]
@@ -157,7 +132,8 @@ class VllmHttpClient:
                     raise EngineError(
                         f"{name}: the answer of {self.address} can't be used: {reason}"
                     ) from None
-                calls.put((index, result))
+                results[index] = result
+                calls.put([result])
 
         async with self._client() as client:
             count = min(self._max_concurrent, len(payloads))
@@ -174,15 +150,15 @@ class VllmHttpClient:
                 for worker in workers:
                     worker.cancel()
                 await asyncio.gather(*workers, return_exceptions=True)
+        return [result for _, result in sorted(results.items())]
 
     async def _inspect(self) -> tuple[str, int]:
         """The model's name and context length, of a healthy server of a version we know."""
-        limit = min(self.timeout_s, _INSPECTION_S)
         async with self._client() as client:
-            await self._request(client, "health", "/health", None, limit)
-            response = await self._request(client, "version", "/version", None, limit)
+            await self._request(client, "health", "/health")
+            response = await self._request(client, "version", "/version")
             answer = _json(response, "version")
-            response = await self._request(client, "models", "/v1/models", None, limit)
+            response = await self._request(client, "models", "/v1/models")
             models = _json(response, "models")
 
         version = ""
@@ -225,14 +201,15 @@ class VllmHttpClient:
         client: httpx.AsyncClient,
         name: str,
         path: str,
-        body: dict[str, Any] | None,
-        limit_s: float,
+        body: Json | None = None,
     ) -> httpx.Response:
         """GET, or POST of a body; retried with growing pauses after errors that may pass."""
         trouble = ""
         method = "POST"
+        limit_s = self.timeout_s
         if body is None:
             method = "GET"
+            limit_s = min(self.timeout_s, _INSPECTION_S)
         for attempt in range(self._retries + 1):
             if attempt:
                 await asyncio.sleep(min(_FIRST_PAUSE_S * 2 ** (attempt - 1), _LONGEST_PAUSE_S))

@@ -9,7 +9,7 @@ import numpy as np
 
 from dcmdp_jax.data.episode import TOP_IDS, TOP_LOGPROBS, Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.engine_kind import EngineArguments, check_temperature
-from dcmdp_jax.engines.http.client import VllmHttpClient
+from dcmdp_jax.engines.http.client import Json, VllmHttpClient
 from dcmdp_jax.engines.protocol import (
     EngineError,
     SamplingParams,
@@ -144,7 +144,7 @@ class RemoteEngine:
                 payload["logprobs"] = top
             payloads.append(payload)
 
-        def read(row: int, choice: dict[str, Any]) -> Episode:
+        def read(row: int, choice: Json) -> Episode:
             tokens, reason = _sampled(choice, sampling, self.config.vocab_size)
             logprobs = np.full(tokens.size, np.nan, np.float32)
             columns = {}
@@ -165,10 +165,10 @@ class RemoteEngine:
 
         def groups() -> Iterator[list[Episode]]:
             open_groups = OpenGroups(group)
-            answers = self.server.complete("generate: completion", payloads, read)
-            with contextlib.closing(answers):
-                for arrived in answers:
-                    yield open_groups.add(episode for _, episode in arrived)
+            calls = self.server.complete("generate: completion", payloads, read)
+            with contextlib.closing(calls.values()) as values:
+                for episodes in values:
+                    yield open_groups.add(episodes or [])
 
         return groups()
 
@@ -209,7 +209,7 @@ class RemoteEngine:
             }
             payloads.append(payload)
 
-        def read(index: int, choice: dict[str, Any]) -> np.ndarray:
+        def read(index: int, choice: Json) -> np.ndarray:
             entries = choice["prompt_logprobs"]
             prompt_length = prompts[index].size
             tokens = rows[index][prompt_length:].tolist()
@@ -220,7 +220,8 @@ class RemoteEngine:
                 logprobs.append(entry[str(token)]["logprob"])
             return _logprobs(logprobs, len(tokens))
 
-        return self.server.complete_all("score: completion", payloads, read)
+        [logprobs] = self.server.complete("score: completion", payloads, read).results()
+        return logprobs
 
     def release_weights(self) -> None:
         """Do nothing: the server keeps its weights."""
@@ -251,10 +252,14 @@ class RemoteEngine:
         Returns:
             None if that is unclear.
         """
-        payload = {"prompt": prompt.tolist(), "max_tokens": 1, "logprobs": _MEASURED_TOKENS}
+        payload = {
+            "prompt": prompt.tolist(),
+            "max_tokens": 1,
+            "logprobs": _MEASURED_TOKENS,
+        }
         payloads = [payload | {"temperature": temperature} for temperature in (1.0, 2.0)]
 
-        def read(index: int, choice: dict[str, Any]) -> dict[str, float]:
+        def read(index: int, choice: Json) -> dict[str, float]:
             (top,) = choice["logprobs"]["top_logprobs"]
             logprobs = _logprobs(list(top.values()), len(top))
             total = float(np.exp(logprobs, dtype=np.float64).sum())
@@ -264,7 +269,8 @@ class RemoteEngine:
                 )
             return top
 
-        cool, hot = self.server.complete_all("log-probs mode: measurement", payloads, read)
+        calls = self.server.complete("log-probs mode: measurement", payloads, read)
+        [(cool, hot)] = calls.results()
         common = sorted(cool.keys() & hot.keys(), key=lambda token: -cool[token])
         before = np.asarray([cool[token] - cool[common[0]] for token in common])
         after = np.asarray([hot[token] - hot[common[0]] for token in common])
@@ -280,9 +286,7 @@ class RemoteEngine:
         return None
 
 
-def _sampled(
-    choice: dict[str, Any], sampling: SamplingParams, vocab_size: int
-) -> tuple[np.ndarray, str]:
+def _sampled(choice: Json, sampling: SamplingParams, vocab_size: int) -> tuple[np.ndarray, str]:
     """Token ids and finish reason of a completion that is what was asked for."""
     ids = choice["token_ids"]
     reason = choice["finish_reason"]
@@ -322,9 +326,7 @@ def _logprobs(values: list[Any], count: int) -> np.ndarray:
     return array
 
 
-def _top_tokens(
-    listed: list[dict[str, Any]], tokens: np.ndarray, top: int
-) -> dict[str, np.ndarray]:
+def _top_tokens(listed: list[Json], tokens: np.ndarray, top: int) -> dict[str, np.ndarray]:
     """The columns of the top-k tokens.
 
     The server lists `top` and, where it is none of them, the sampled token.

@@ -46,18 +46,20 @@ class LocalKind(EngineKind):
     most_top_logprobs = math.inf
 
     def check(self, arguments: EngineArguments) -> None:
+        model = arguments.model
+        settings = arguments.settings
         if arguments.compute_dtype == "float16" and arguments.precision in _BY_CHANNEL:
             raise ArgumentError(
                 "compute_dtype",
                 f"got 'float16' with `precision`={arguments.precision!r}, whose products before "
                 "scaling leave float16's range; choose bfloat16 or float32",
             )
-        check_grouped(arguments.precision, arguments.model, arguments.settings.tensor)
-        if arguments.model is not None:
+        check_grouped(arguments.precision, model, settings.tensor)
+        if model is not None:
             from dcmdp_jax.engines.local.layout import check_mesh
 
-            check_mesh(arguments.model, arguments.settings.tensor, arguments.settings.expert)
-            limit = arguments.model.max_position_embeddings
+            check_mesh(model, settings.tensor, settings.expert)
+            limit = model.max_position_embeddings
             if not 2 <= arguments.max_total_tokens <= limit:
                 raise ArgumentError(
                     "max_total_tokens",

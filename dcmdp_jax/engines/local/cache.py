@@ -32,7 +32,9 @@ Cache = tuple[Layer, ...]
 
 def key_axes(platform: str) -> tuple[int, ...]:
     """Axes of keys [R, S, K, h] as the cache has them: [R, K, S, h] on a GPU, else [R, K, h, S]."""
-    return (0, 2, 1, 3) if platform == "gpu" else (0, 2, 3, 1)
+    if platform == "gpu":
+        return (0, 2, 1, 3)
+    return (0, 2, 3, 1)
 
 
 def _slot_axes(sharding: NamedSharding) -> tuple[int, int]:

@@ -77,8 +77,6 @@ def prefill(
     """
 
     def local(weights: Params, prompts: Array, lengths: Array) -> tuple[Any, ...]:
-        weights = program.own_weights(weights)
-
         def run(
             chunk: tuple[Array, Array],
         ) -> tuple[Array, list[Layer], Array | None]:
@@ -115,7 +113,7 @@ def first_tokens(
     *,
     program: Program,
     mode: str,
-) -> tuple[Array, Array, tuple[Array, ...]]:
+) -> tuple[Array, ...]:
     """Sample the first token of each row from the hidden state of its prompt.
 
     Args:
@@ -132,20 +130,19 @@ def first_tokens(
         them, ids and log-probs [R, k].
     """
 
-    def local(weights: Params, rows: Array, keys: Array, draw: Draw) -> tuple[Any, ...]:
+    def local(weights: Params, rows: Array, keys: Array, draw: Draw) -> tuple[Array, ...]:
         words = token_words(keys, jnp.zeros(rows.shape[:1], jnp.int32))
-        tokens, logprobs, *top = sample_tokens(
-            program.own_weights(weights),
+        return sample_tokens(
+            weights,
             rows,
             words,
             draw,
             mode,
             program,
         )
-        return tokens, logprobs, tuple(top)
 
     rows = jax.lax.with_sharding_constraint(hidden[row_prompts], program.rows)
-    return on_devices(program, local, (ROWS, ROWS, P()), (ROWS, ROWS, ROWS))(
+    return on_devices(program, local, (ROWS, ROWS, P()), ROWS)(
         weights,
         rows,
         keys,
@@ -157,24 +154,21 @@ class Decoded(NamedTuple):
     """Result of `decode`.
 
     Attributes:
-        tokens: [W, R] int32; entry (i, r) is token `sampled[r] + i` of row r, with `sampled` from
-            before the call. Entries after a row's stop token or the last step are undefined.
-        logprobs: [W, R] float32 nats of `tokens`.
+        columns: what `sampler.choose_tokens` returns, [W, R, ...] each: tokens, log-probs and,
+            where the program lists them, the top-k tokens. Entry (i, r) is of token
+            `sampled[r] + i` of row r, with `sampled` from before the call. Entries after a row's
+            stop token or the last step are undefined.
         steps: [] int32, steps taken.
         sampled, done: [R], see `RowState`.
         routed_experts: None, or [W, R, layers, k] int16; entry (i, r) are the experts of the token
-            before that of `tokens`, which was read to sample it.
-        top: ids and log-probs of the top-k tokens, [W, R, k] each, where the program lists
-            them; else ().
+            before that of `columns`, which was read to sample it.
     """
 
-    tokens: Array
-    logprobs: Array
+    columns: tuple[Array, ...]
     steps: Array
     sampled: Array
     done: Array
     routed_experts: Array | None = None
-    top: tuple[Array, ...] = ()
 
 
 # State between two steps: the cache, the last sampled tokens, and the result so far.
@@ -251,13 +245,11 @@ def decode(
     rows = jax.lax.with_sharding_constraint(rows, program.rows)
     by_step = P(None, ROW_AXES)
     decoded = Decoded(
-        tokens=by_step,
-        logprobs=by_step,
+        columns=by_step,
         steps=P(),
         sampled=ROWS,
         done=ROWS,
         routed_experts=by_step,
-        top=by_step,
     )
     local = functools.partial(
         _decode_local,
@@ -287,7 +279,6 @@ def _decode_local(
 ) -> tuple[Cache, Decoded]:
     """Run `decode` on one device, with its share of the rows."""
     config = program.device_model
-    weights = program.own_weights(weights)
     prompt_slots = slot_layout.prompt_slots
     prefix_slots = slot_layout.prefix_slots
     slots = jnp.arange(slots_of(cache))
@@ -345,17 +336,17 @@ def _decode_local(
         if routed is not None:
             routed = decoded.routed_experts.at[step].set(routed[:, 0])
         words = token_words(rows.keys, sampled)
-        tokens, logprobs, *top = sample_tokens(weights, hidden, words, draw, mode, program)
+        entries = sample_tokens(weights, hidden, words, draw, mode, program)
+        tokens = entries[0]
+        columns = []
+        for column, values in zip(decoded.columns, entries, strict=True):
+            columns.append(jax.lax.dynamic_update_index_in_dim(column, values, step, axis=0))
         next_decoded = Decoded(
-            tokens=jax.lax.dynamic_update_slice(decoded.tokens, tokens[None], (step, 0)),
-            logprobs=jax.lax.dynamic_update_slice(decoded.logprobs, logprobs[None], (step, 0)),
+            columns=tuple(columns),
             steps=step + 1,
             sampled=sampled + ~decoded.done,
             done=decoded.done | jnp.any(tokens[:, None] == draw.stop_ids, axis=-1),
             routed_experts=routed,
-            top=tuple(
-                column.at[step].set(values) for column, values in zip(decoded.top, top, strict=True)
-            ),
         )
         return cache, tokens, next_decoded
 
@@ -381,24 +372,19 @@ def _merge_heads(x: Array) -> Array:
 def _no_tokens(rows: RowState, window: int, mode: str, program: Program) -> Decoded:
     """The result before the first step."""
     shape = (window, rows.done.shape[0])
-    tokens = jnp.zeros(shape, jnp.int32)
-    logprobs = jnp.zeros(shape, jnp.float32)
-    steps = jnp.int32(0)
+    columns = [jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)]
+    count = program.listed(mode)
+    if count:
+        columns += [jnp.zeros((*shape, count), column.dtype) for column in columns]
     routed = None
     if program.routed_experts:
         routed = jnp.zeros((*shape, *program.device_model.routing[:2]), jnp.int16)
-    top = ()
-    count = program.listed(mode)
-    if count:
-        top = (jnp.zeros((*shape, count), jnp.int32), jnp.zeros((*shape, count), jnp.float32))
     return Decoded(
-        tokens=tokens,
-        logprobs=logprobs,
-        steps=steps,
+        columns=tuple(columns),
+        steps=jnp.int32(0),
         sampled=rows.sampled,
         done=rows.done,
         routed_experts=routed,
-        top=top,
     )
 
 

@@ -6,14 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from dcmdp_jax.data.episode import Episode, OpenGroups, single_turn
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.local.forward import score as score_program
-from dcmdp_jax.engines.local.layout import Program, engine_mesh
-from dcmdp_jax.engines.local.programs import Preparation, SamplingShapes, ScoringShape
+from dcmdp_jax.engines.local.layout import Program, engine_mesh, planned_mesh
+from dcmdp_jax.engines.local.programs import Preparation, SamplingShapes, ScoringShape, Wait
 from dcmdp_jax.engines.local.schedule import CallPlan, Completions, Scheduler
 from dcmdp_jax.engines.local.sizes import (
     BatchSizes,
@@ -37,10 +36,12 @@ from dcmdp_jax.engines.protocol import (
 from dcmdp_jax.models.params import check_params
 from dcmdp_jax.models.sampler import Draw
 from dcmdp_jax.parallel.backend import compile_beside
-from dcmdp_jax.parallel.sharding import to_local
+from dcmdp_jax.parallel.sharding import replicated, to_local
 from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
+
+Shapes = SamplingShapes | ScoringShape
 
 
 class LocalEngine:
@@ -62,7 +63,6 @@ class LocalEngine:
         arguments: EngineArguments,
         *,
         mesh: Mesh | None = None,
-        cache_block: int | None = None,
     ) -> None:
         """Store the arguments; nothing is allocated before the first weight sync.
 
@@ -76,26 +76,20 @@ class LocalEngine:
             mesh: in place of `arguments.mesh`. Rows are split over data, fsdp and expert, weights
                 over tensor and expert. The devices of a mesh with other axes split rows; without
                 any it is the first local device.
-            cache_block: initial completion slots of the cache, doubled as rows fill them; each
-                length is a program. None: `default_cache_block`.
         """
         if mesh is None and arguments.mesh is not None:
-            mesh = arguments.mesh(
-                tensor=arguments.settings.tensor, expert=arguments.settings.expert
-            )
+            mesh = planned_mesh(arguments)
         self.program = Program.of(arguments, engine_mesh(mesh))
         platform = self.program.platform
         self.config = arguments.model
-        self.precision = arguments.precision
         self.max_total_tokens = arguments.max_total_tokens
         self._max_rows = arguments.max_rows
         self._min_rows = arguments.min_rows or smallest_batch(platform)
-        self._cache_block = cache_block or default_cache_block(platform)
+        self._cache_block = default_cache_block(platform)
         self.preparation = Preparation()
         self._prepares = arguments.prepare
-        self._param_dtype = arguments.param_dtype
         # Functions that wait for programs, by the shapes that they are compiled for.
-        self._waits: dict[SamplingShapes | ScoringShape, list[Callable[[], object]]] = {}
+        self._waits: dict[Shapes, list[Wait]] = {}
         for prompts, sampling in arguments.first_calls:
             if sampling is None:
                 shape = self._scoring_shape(self.max_total_tokens, len(prompts))
@@ -103,8 +97,8 @@ class LocalEngine:
                 continue
             plan = self._plan(prompts, sampling)
             for bucket, _ in plan.buckets:
-                shapes = _sampling_shapes(plan, bucket, plan.sizes.batches(bucket)[:1])
-                self._compile(shapes, self.preparation.add)
+                shapes = _sampling_shapes(plan, bucket)
+                self._compile(shapes.first, self.preparation.add)
 
         self.weights: Params | None = None
         self._policy_version: int | None = None
@@ -129,12 +123,12 @@ class LocalEngine:
         check_params(params, self.config)
         mesh = conversion_mesh(params, self.program.mesh)
         if mesh.size == 1:
-            replicated = NamedSharding(mesh, P())
-            params = jax.tree.map(lambda leaf: to_local(leaf, replicated), params)
+            one_device = replicated(mesh)
+            params = jax.tree.map(lambda leaf: to_local(leaf, one_device), params)
             params = jax.device_put(params, mesh.devices.flat[0])
         # Free the old weights first: two copies may not fit.
         self.release_weights()
-        convert = conversion(self.config, self.precision, mesh)
+        convert = conversion(self.config, self.program.precision, mesh)
         weights = convert.weights(params)
         expected, consumed = convert.proof(params, weights)
         wrong = np.count_nonzero(expected != consumed)
@@ -174,18 +168,13 @@ class LocalEngine:
         prompts = checked_sequences(self, prompts, "prompt", reserve=sampling.max_completion_tokens)
         group = sampling.group_size
         plan = self._plan(prompts, sampling)
-        routed_shape = None
-        if self.program.routed_experts:
-            routed_shape = self.config.routing[:2]
         completions = Completions(
             prompts,
-            group,
-            sampling.max_completion_tokens,
+            plan,
+            self.program,
             seed,
             step,
             first_row=first_prompt * group,
-            routed_shape=routed_shape,
-            top=self.program.listed(plan.mode),
         )
         weights = self.weights
         version = self._policy_version
@@ -218,12 +207,12 @@ class LocalEngine:
                     program=self.program,
                     trims=not self._prepares,
                 )
-                batches = plan.sizes.batches(bucket)
-                self._compile_now([_sampling_shapes(plan, bucket, batches[:1])])
+                shapes = _sampling_shapes(plan, bucket)
+                self._compile_now([shapes.first])
                 for _ in scheduler.sample():
                     yield open_groups.add(map(episode, completions.take_finished()))
                 # What later calls like this one can need.
-                self._compile(_sampling_shapes(plan, bucket, batches), self.preparation.add)
+                self._compile(shapes, self.preparation.add)
             yield open_groups.add(map(episode, completions.take_finished()))
 
         return groups()
@@ -252,9 +241,9 @@ class LocalEngine:
 
     def _compile(
         self,
-        shapes: SamplingShapes | ScoringShape,
-        in_thread: Callable[[Callable[[], None], str], Callable[[], object]],
-    ) -> list[Callable[[], object]]:
+        shapes: Shapes,
+        in_thread: Callable[[Callable[[], None], str], Wait],
+    ) -> list[Wait]:
         """Have programs compiled once, if this engine prepares its calls.
 
         Args:
@@ -268,11 +257,11 @@ class LocalEngine:
         if not self._prepares:
             return []
         if shapes not in self._waits:
-            compilations = shapes.compilations(self.program, self._param_dtype)
+            compilations = shapes.compilations(self.program)
             self._waits[shapes] = [in_thread(program.run, program.name) for program in compilations]
         return self._waits[shapes]
 
-    def _compile_now(self, all_shapes: Sequence[SamplingShapes | ScoringShape]) -> None:
+    def _compile_now(self, all_shapes: Sequence[Shapes]) -> None:
         """Have the programs of these shapes compiled side by side, and wait for them."""
         waits = []
         for shapes in all_shapes:
@@ -350,11 +339,9 @@ def _mode(sampling: SamplingParams, vocab_size: int) -> str:
     return mode
 
 
-def _sampling_shapes(
-    plan: CallPlan, bucket: int, batches: tuple[tuple[int, int, int], ...]
-) -> SamplingShapes:
+def _sampling_shapes(plan: CallPlan, bucket: int) -> SamplingShapes:
     return SamplingShapes(
-        batches=batches,
+        batches=plan.sizes.batches(bucket),
         group=plan.group,
         stops=plan.draw.stop_ids.size,
         bucket=bucket,

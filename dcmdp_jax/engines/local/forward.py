@@ -28,13 +28,18 @@ def on_devices(
 ) -> Callable[..., Any]:
     """`function` of the engine's tree and further arguments, run by each device on its share.
 
-    No product and no sum is partitioned by the compiler.
+    It gets the device's own weights (`Program.own_weights`). No product and no sum is partitioned
+    by the compiler.
     """
+
+    def local(weights: Params, *arguments: Any) -> Any:
+        own_weights = program.own_weights(weights)
+        return function(own_weights, *arguments)
 
     def run(weights: Params, *arguments: Any) -> Any:
         specs = weight_specs(weights, program.config, program.mesh)
         return jax.shard_map(
-            function,
+            local,
             mesh=program.mesh,
             in_specs=(specs, *in_specs),
             out_specs=out_specs,
@@ -204,7 +209,13 @@ def sample_tokens(
     if not program.splits_vocab:
         return choose(token_logits, words)
     # [R, V / ways] -> [R / ways, V]
-    token_logits = jax.lax.all_to_all(token_logits, TENSOR, split_axis=0, concat_axis=1, tiled=True)
+    token_logits = jax.lax.all_to_all(
+        token_logits,
+        TENSOR,
+        split_axis=0,
+        concat_axis=1,
+        tiled=True,
+    )
     share = token_logits.shape[0]
     words = jax.lax.dynamic_slice_in_dim(words, share * jax.lax.axis_index(TENSOR), share)
     columns = choose(token_logits, words)
@@ -241,7 +252,6 @@ def score(
         lengths: Array,
         inverse_temperature: Array,
     ) -> Array:
-        weights = program.own_weights(weights)
         hidden, _, _ = forward_rows(weights, tokens, lengths, program)
         # The last position is computed too, against the first token, and dropped: rows without it
         # have an odd length, and the compiler for TPUs takes minutes over their reshape.

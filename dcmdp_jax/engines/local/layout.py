@@ -52,6 +52,7 @@ class Program:
         routed_experts: also return the experts that each token was sent to.
         top_logprobs: also return the top-k tokens and their log-probs, this many; see `listed`.
         precision: of the weights; some round inputs too, see `scheme.Grouped`.
+        param_dtype: dtype of the synced parameters.
     """
 
     config: ModelConfig
@@ -61,6 +62,7 @@ class Program:
     routed_experts: bool = False
     top_logprobs: int = 0
     precision: str = ""
+    param_dtype: str = "float32"
 
     def listed(self, mode: str) -> int:
         """Number of top-k tokens to return.
@@ -72,15 +74,18 @@ class Program:
     @classmethod
     def of(cls, arguments: EngineArguments, mesh: Mesh) -> "Program":
         """The static arguments of an engine."""
-        cache = FLOAT8 if arguments.kv_cache_dtype == "fp8" else arguments.compute_dtype
+        cache_dtype = arguments.compute_dtype
+        if arguments.kv_cache_dtype == "fp8":
+            cache_dtype = FLOAT8
         return cls(
             config=arguments.model,
             compute_dtype=arguments.compute_dtype,
-            cache_dtype=cache,
+            cache_dtype=cache_dtype,
             mesh=mesh,
             routed_experts=arguments.routed_experts,
             top_logprobs=arguments.top_logprobs,
             precision=arguments.precision,
+            param_dtype=arguments.param_dtype,
         )
 
     @property
@@ -163,17 +168,19 @@ class Program:
             converted["embedding"] = weights["embedding"]
         axis = TENSOR if self.tensor > 1 else ""
         weights = with_rounded_inputs(converted, self.precision, axis)
-        if self.tensor == 1 or "bias" not in weights["layers"][0]["attention"]["o"]:
-            return weights
+        if self.tensor > 1 and "bias" in weights["layers"][0]["attention"]["o"]:
+            adds_bias = jax.lax.axis_index(TENSOR) == 0
+            # The trees are new, made by `dequantize`.
+            for layer in weights["layers"]:
+                output = layer["attention"]["o"]
+                output["bias"] = jnp.where(adds_bias, output["bias"], 0)
+        return weights
 
-        adds_bias = jax.lax.axis_index(TENSOR) == 0
 
-        def layer(tree: Params) -> Params:
-            output = tree["attention"]["o"]
-            output = {**output, "bias": jnp.where(adds_bias, output["bias"], 0)}
-            return {**tree, "attention": {**tree["attention"], "o": output}}
-
-        return {**weights, "layers": [layer(tree) for tree in weights["layers"]]}
+def planned_mesh(arguments: EngineArguments) -> Mesh:
+    """The mesh of an engine's settings."""
+    settings = arguments.settings
+    return arguments.mesh(tensor=settings.tensor, expert=settings.expert)
 
 
 def engine_mesh(mesh: Mesh | None) -> Mesh:

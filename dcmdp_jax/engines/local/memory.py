@@ -3,15 +3,13 @@
 import functools
 import math
 
-import jax
-
 from dcmdp_jax.engines.engine_kind import EngineArguments, Workload
 from dcmdp_jax.engines.local import sizes
 from dcmdp_jax.engines.local.cache import abstract
-from dcmdp_jax.engines.local.layout import TENSOR, Program
+from dcmdp_jax.engines.local.layout import TENSOR, Program, planned_mesh
 from dcmdp_jax.engines.local.programs import abstract_weights
 from dcmdp_jax.engines.machine import PREEMPTED, Machine, MemoryPart
-from dcmdp_jax.parallel.sharding import bytes_per_device
+from dcmdp_jax.parallel.sharding import bytes_per_device, total_bytes
 
 _SAMPLE = frozenset({"sample"})
 _LOGITS_HELD = 3
@@ -36,11 +34,11 @@ def parts(
         rows: at most.
     """
     model = arguments.model
-    settings = arguments.settings
-    mesh = arguments.mesh(tensor=settings.tensor, expert=settings.expert).abstract_mesh
+    mesh = planned_mesh(arguments).abstract_mesh
     tensor = mesh.shape[TENSOR]
     devices = mesh.size
     make = functools.partial(machine.part, devices=devices, phases=_SAMPLE)
+    worst_case = functools.partial(make, certain=False)
     program = Program.of(arguments, mesh)
 
     batch = sizes.batch_rows(rows, load.group_size, load.completions, devices)
@@ -55,7 +53,7 @@ def parts(
             dtype=program.cache_dtype,
             platform=machine.platform,
         )
-        return sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache)) // tensor
+        return total_bytes(cache) // tensor
 
     limit = load.max_completion_tokens
     first = sizes.cache_capacities(sizes.default_cache_block(machine.platform), limit)[0]
@@ -65,22 +63,20 @@ def parts(
     least = cache_bytes(shortest + first)
     caches = [
         make("key-value cache, first slots", least, lower=_FEWER),
-        make("key-value cache, all further slots", full - least, lower=_FEWER, certain=False),
+        worst_case("key-value cache, all further slots", full - least, lower=_FEWER),
     ]
     if load.completions > rows and first < limit:
         preempted = sizes.PREEMPTED_CACHES * full
-        caches.append(make(PREEMPTED, preempted, lower=_FEWER, certain=False))
+        caches.append(worst_case(PREEMPTED, preempted, lower=_FEWER))
 
     records = []
     if arguments.routed_experts:
         token_bytes = 2 * math.prod(model.routing[:2])
-        decoded = group_rows * token_bytes
         records += [
-            make(
+            worst_case(
                 "experts of decoded tokens",
-                limit * decoded,
+                limit * group_rows * token_bytes,
                 lower=f"{_FEWER}, or `routed_experts`=False",
-                certain=False,
             ),
             MemoryPart(
                 "engine's record of them",
@@ -96,7 +92,7 @@ def parts(
         decoded = limit * group_rows * token_bytes
         record = load.completions * limit * token_bytes
         records += [
-            make("top-k tokens of decoded ones", decoded, lower=lower, certain=False),
+            worst_case("top-k tokens of decoded ones", decoded, lower=lower),
             MemoryPart(
                 "engine's lists of them", host=record, phases=_SAMPLE, lower=lower, certain=False
             ),
@@ -118,13 +114,13 @@ def parts(
         *_weight_parts(program, load, machine),
         *caches,
         *records,
-        make("sampler's logits and attention", working, lower="`max_rows`", certain=False),
+        worst_case("sampler's logits and attention", working, lower="`max_rows`"),
     ]
 
 
 def _weight_parts(program: Program, load: Workload, machine: Machine) -> list[MemoryPart]:
     cpu = machine.platform == "cpu"
-    weights, largest_layer = _weight_bytes(program, load.param_dtype, cpu)
+    weights, largest_layer = _weight_bytes(program, cpu)
     split = "more devices along `tensor`, " if load.training and not cpu else ""
     lower = f"a smaller model, {split}or `engine`=vllm"
     if program.precision in ("exact", "float32"):
@@ -143,17 +139,15 @@ def _weight_parts(program: Program, load: Workload, machine: Machine) -> list[Me
 
 
 @functools.lru_cache(maxsize=8)
-def _weight_bytes(program: Program, param_dtype: str, cpu: bool) -> tuple[int, int]:
+def _weight_bytes(program: Program, cpu: bool) -> tuple[int, int]:
     """Bytes of the engine's weights and of their largest layer, on each device.
 
     On a CPU they are of all devices together, which share them.
     """
-    weights = abstract_weights(program, param_dtype)
-    layer_bytes = []
-    for subtree in [*weights["layers"], {**weights, "layers": []}]:
-        if cpu:
-            leaves = jax.tree.leaves(subtree)
-            layer_bytes.append(sum(leaf.size * leaf.dtype.itemsize for leaf in leaves))
-        else:
-            layer_bytes.append(bytes_per_device(subtree))
+    weights = abstract_weights(program)
+    measure = bytes_per_device
+    if cpu:
+        measure = total_bytes
+    subtrees = [*weights["layers"], {**weights, "layers": []}]
+    layer_bytes = [measure(subtree) for subtree in subtrees]
     return sum(layer_bytes), max(layer_bytes)

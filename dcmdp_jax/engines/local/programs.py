@@ -8,7 +8,6 @@ from typing import Any
 
 import jax
 from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.activity import COMPILING
 from dcmdp_jax.engines.engine_kind import EngineArguments, EnginePlan, Lowerable, Workload
@@ -18,8 +17,11 @@ from dcmdp_jax.engines.local.weights import engine_shapes
 from dcmdp_jax.engines.process_memory import release_freed_memory
 from dcmdp_jax.models import sampler
 from dcmdp_jax.parallel.backend import usable_cores
-from dcmdp_jax.parallel.sharding import bytes_per_device, sharded
+from dcmdp_jax.parallel.sharding import bytes_per_device, replicated, sharded
 from dcmdp_jax.types import Params
+
+Wait = Callable[[], object]
+"""Waits until a program is compiled."""
 
 
 def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
@@ -32,11 +34,9 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     Raises:
         UserError: if `tensor` or `expert` does not divide the devices or the model.
     """
-    settings = arguments.settings
-    mesh = arguments.mesh(tensor=settings.tensor, expert=settings.expert)
+    mesh = layout.planned_mesh(arguments)
     program = layout.Program.of(arguments, mesh)
     group = load.group_size
-    heads = arguments.model.num_heads
     bucket = sizes.length_bucket(max(load.prompt_lengths))
     slots = bucket + load.max_completion_tokens
     rows = sizes.batch_rows(arguments.max_rows, group, load.completions, mesh.size)
@@ -47,13 +47,18 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
         bucket=bucket,
         mode="sample",
     )
-    prefill, _, decoding = sampling.compilations(program, load.param_dtype, sharded=True)
-    prompts, chunks = sizes.prefill_shape(heads, max(1, rows // group), bucket, mesh.size)
+    prefill, _, decoding = sampling.compilations(program, sharded=True)
+    _, prompts, _ = prefill.arguments
 
     score_length = sizes.length_bucket(arguments.max_total_tokens)
-    score_rows = sizes.score_rows(heads, score_length, arguments.max_rows, program.row_shards)
+    score_rows = sizes.score_rows(
+        arguments.model.num_heads,
+        score_length,
+        arguments.max_rows,
+        program.row_shards,
+    )
     shape = ScoringShape(rows=score_rows, length=score_length)
-    (scoring,) = shape.compilations(program, load.param_dtype, sharded=True)
+    (scoring,) = shape.compilations(program, sharded=True)
 
     weights, cache, *_ = decoding.arguments
     weights_bytes = bytes_per_device(weights)
@@ -65,7 +70,7 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
             trace=prefill.trace,
             resident=resident,
             row_lengths=(bucket,),
-            tokens=prompts // (chunks * program.row_shards) * bucket,
+            tokens=prompts.size // (prefill.options["groups"] * program.row_shards),
         ),
         Lowerable(
             name=decoding.name,
@@ -94,9 +99,9 @@ def plan_engine(arguments: EngineArguments, load: Workload) -> EnginePlan:
     )
 
 
-def abstract_weights(program: layout.Program, param_dtype: str) -> Params:
-    """Shapes and shardings of the engine's tree, synced by a trainer with parameters of a dtype."""
-    shapes = engine_shapes(program.config, program.precision, param_dtype)
+def abstract_weights(program: layout.Program) -> Params:
+    """Shapes and shardings of the engine's tree."""
+    shapes = engine_shapes(program.config, program.precision, program.param_dtype)
     specs = layout.weight_specs(shapes, program.config, program.mesh)
     return sharded(shapes, jax.tree.map(lambda spec: NamedSharding(program.mesh, spec), specs))
 
@@ -120,17 +125,17 @@ def _decode_arguments(
         sharded: give every array a sharding, to compile for a mesh of other devices. Calls pass
             NumPy arrays, except the cache.
     """
-    replicated = None
+    whole_sharding = None
     row_sharding = None
     if sharded:
-        replicated = NamedSharding(program.mesh, P())
+        whole_sharding = replicated(program.mesh)
         row_sharding = program.rows
 
     def by_row(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((rows, *dims), dtype, sharding=row_sharding)
 
     def whole_array(dtype: str, *dims: int) -> jax.ShapeDtypeStruct:
-        return jax.ShapeDtypeStruct(dims, dtype, sharding=replicated)
+        return jax.ShapeDtypeStruct(dims, dtype, sharding=whole_sharding)
 
     cache = abstract(
         program.config,
@@ -209,15 +214,19 @@ class SamplingShapes:
     bucket: int
     mode: str
 
+    @property
+    def first(self) -> "SamplingShapes":
+        """The shapes that a call begins with: its first batch alone."""
+        return dataclasses.replace(self, batches=self.batches[:1])
+
     def compilations(
         self,
         program: layout.Program,
-        param_dtype: str,
         *,
         sharded: bool = False,
     ) -> list[Compilation]:
         """`prefill`, `first_tokens` and each `decode`; for arguments see `ScoringShape`."""
-        weights = abstract_weights(program, param_dtype)
+        weights = abstract_weights(program)
         sharding = None
         if sharded:
             sharding = program.rows
@@ -237,25 +246,7 @@ class SamplingShapes:
             options={"program": program, "groups": chunks},
         )
 
-        # An output of `prefill`, so it has a sharding in calls too.
-        hidden = jax.ShapeDtypeStruct(
-            (prompts, program.config.hidden_size), program.compute_dtype, sharding=program.rows
-        )
-        _, state, _, draw = _decode_arguments(
-            program,
-            rows,
-            slots=self.bucket,
-            prefix=0,
-            stops=self.stops,
-            sharded=sharded,
-        )
-        first_tokens = Compilation(
-            function=decode.first_tokens,
-            arguments=(weights, hidden, state.last, state.keys, draw),
-            options={"program": program, "mode": self.mode},
-        )
-
-        compilations = [prefill, first_tokens]
+        decodings = []
         for rows, slots, prefix in self.batches:
             arguments = _decode_arguments(
                 program,
@@ -271,8 +262,19 @@ class SamplingShapes:
                 arguments=(weights, *arguments),
                 options={"program": program, "mode": self.mode, "slot_layout": slot_layout},
             )
-            compilations.append(decoding)
-        return compilations
+            decodings.append(decoding)
+
+        # An output of `prefill`, so it has a sharding in calls too.
+        hidden = jax.ShapeDtypeStruct(
+            (prompts, program.config.hidden_size), program.compute_dtype, sharding=program.rows
+        )
+        _, _, state, _, draw = decodings[0].arguments
+        first_tokens = Compilation(
+            function=decode.first_tokens,
+            arguments=(weights, hidden, state.last, state.keys, draw),
+            options={"program": program, "mode": self.mode},
+        )
+        return [prefill, first_tokens, *decodings]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -285,7 +287,6 @@ class ScoringShape:
     def compilations(
         self,
         program: layout.Program,
-        param_dtype: str,
         *,
         sharded: bool = False,
     ) -> list[Compilation]:
@@ -293,17 +294,16 @@ class ScoringShape:
 
         Args:
             program: static arguments.
-            param_dtype: dtype of the synced parameters.
             sharded: see `_decode_arguments`.
         """
         # Calls, too, pass rows that are on the devices.
         padded = jax.ShapeDtypeStruct((self.rows, self.length), "int32", sharding=program.rows)
         lengths = jax.ShapeDtypeStruct((self.rows,), "int32", sharding=program.rows)
-        replicated = None
+        whole_sharding = None
         if sharded:
-            replicated = NamedSharding(program.mesh, P())
-        inverse_temperature = jax.ShapeDtypeStruct((), "float32", sharding=replicated)
-        weights = abstract_weights(program, param_dtype)
+            whole_sharding = replicated(program.mesh)
+        inverse_temperature = jax.ShapeDtypeStruct((), "float32", sharding=whole_sharding)
+        weights = abstract_weights(program)
         compilation = Compilation(
             function=forward.score,
             arguments=(weights, padded, lengths, inverse_temperature),
@@ -323,7 +323,7 @@ class Preparation:
         self._threads = ThreadPoolExecutor(max(1, usable_cores() - 1))
         self.compilations = list[Future[None]]()
 
-    def add(self, program: Callable[[], object], name: str) -> Callable[[], object]:
+    def add(self, program: Callable[[], object], name: str) -> Wait:
         """Compile a program in the background; returns a function that waits for it."""
         compilation = self._threads.submit(self._compile, program, name)
         self.compilations.append(compilation)

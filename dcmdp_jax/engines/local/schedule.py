@@ -61,6 +61,7 @@ class Completions:
             last; None if no one asked.
         prompt_routed_experts: the same of each prompt, [P, layers, k].
         top: columns of the top-k tokens, [N, limit, k] each; empty if no one asked.
+        columns: `tokens`, `logprobs` and those of `top`, as `sampler.choose_tokens` returns them.
         slot_tokens: [N, limit] int32, the token that each cache slot after the prompt holds; see
             `decode.RowState`.
         finished: rows that ended since `take_finished`.
@@ -69,19 +70,18 @@ class Completions:
     def __init__(
         self,
         prompts: Sequence[np.ndarray],
-        group: int,
-        limit: int,
+        plan: CallPlan,
+        program: layout.Program,
         seed: int,
         step: int,
         *,
         first_row: int,
-        routed_shape: tuple[int, int] | None = None,
-        top: int = 0,
     ) -> None:
         self.prompts = prompts
-        self.group = group
+        self.group = plan.group
         self.finished: list[int] = []
-        count = len(prompts) * group
+        count = len(prompts) * plan.group
+        limit = plan.sizes.limit
         self.tokens = np.empty((count, limit), np.int32)
         self.logprobs = np.empty((count, limit), np.float32)
         self.sampled = np.zeros(count, np.int32)
@@ -89,42 +89,41 @@ class Completions:
         rows = first_row + np.arange(count, dtype=np.uint32)
         self.keys = np.asarray(sampler.row_keys(np.uint32(seed), np.uint32(step), rows))
         lengths = np.asarray([prompt.size for prompt in prompts], np.int32)
-        self.prompt_lengths = np.repeat(lengths, group)
+        self.prompt_lengths = np.repeat(lengths, plan.group)
 
         self.routed_experts: np.ndarray | None = None
-        if routed_shape is not None:
-            self.routed_experts = np.empty((count, limit, *routed_shape), np.int16)
+        if program.routed_experts:
+            shape = (count, limit, *program.config.routing[:2])
+            self.routed_experts = np.empty(shape, np.int16)
         self.prompt_routed_experts: dict[int, np.ndarray] = {}
         self.top: dict[str, np.ndarray] = {}
+        top = program.listed(plan.mode)
         if top:
             self.top[TOP_IDS] = np.empty((count, limit, top), np.int32)
             self.top[TOP_LOGPROBS] = np.empty((count, limit, top), np.float32)
+        self.columns = (self.tokens, self.logprobs, *self.top.values())
 
     def add(
         self,
         rows: np.ndarray,
-        tokens: np.ndarray,
-        logprobs: np.ndarray,
+        columns: Sequence[np.ndarray],
         sampled: np.ndarray,
         routed: np.ndarray | None = None,
-        top: Sequence[np.ndarray] = (),
     ) -> None:
-        """Append [steps, rows] tokens.
+        """Append tokens.
 
         Args:
             rows: rows of the call.
-            tokens, logprobs: the tokens; undefined beyond `sampled`.
+            columns: entries of `columns`, [steps, rows, ...] each; undefined beyond `sampled`.
             sampled: each row's new length.
             routed: experts of the tokens before them.
-            top: the top-k tokens in their places.
         """
-        places = (rows[:, None], self.sampled[rows][:, None] + np.arange(tokens.shape[0]))
-        self.tokens[places] = tokens.T
-        self.logprobs[places] = logprobs.T
+        steps = np.arange(len(columns[0]))
+        places = self.sampled[rows] + steps[:, None]
         if routed is not None:
-            self.routed_experts[places[0], places[1] - 1] = routed.swapaxes(0, 1)
-        for column, values in zip(self.top.values(), top, strict=True):
-            column[places] = values.swapaxes(0, 1)
+            self.routed_experts[rows, places - 1] = routed
+        for column, values in zip(self.columns, columns, strict=True):
+            column[rows, places] = values
         self.sampled[rows] = sampled
 
     def columns_of(self, row: int) -> dict[str, np.ndarray]:
@@ -274,11 +273,12 @@ class Scheduler:
             self._decode(batch, refills)
             yield
 
-            lengths = self._completions.sampled[batch.rows]
-            full = np.flatnonzero((batch.rows >= 0) & (lengths > self._capacities[batch.level]))
+            live = batch.live
+            lengths = self._completions.sampled[batch.rows[live]]
+            full = live[lengths > self._capacities[batch.level]]
             if not full.size:
                 continue
-            all_full = full.size == batch.live.size
+            all_full = full.size == live.size
             if all_full and self._keeps_together(batch.level, full.size, refills):
                 self._move_up(batch)
             else:
@@ -341,7 +341,7 @@ class Scheduler:
             positions: index of each row's prompt.
         """
         size = self._sizes.rows
-        tokens, logprobs, top = jax.device_get(
+        columns = jax.device_get(
             decode.first_tokens(
                 self._weights,
                 hidden,
@@ -353,15 +353,14 @@ class Scheduler:
             )
         )
         count = rows.size
-        tokens = tokens[:count]
+        one_step = [values[None, :count] for values in columns]
         self._completions.add(
             rows,
-            tokens[None],
-            logprobs[None, :count],
+            one_step,
             np.ones(count, np.int32),
-            top=[values[None, :count] for values in top],
         )
-        ended = np.isin(tokens, self._draw.stop_ids) | (self._sizes.limit == 1)
+        first = self._completions.tokens[rows, 0]
+        ended = np.isin(first, self._draw.stop_ids) | (self._sizes.limit == 1)
         self._completions.finished += rows[ended].tolist()
         for row, position in zip(rows[~ended].tolist(), positions[~ended].tolist(), strict=True):
             self._queues[0].append(_QueuedRow(row=row, source=source, position=position))
@@ -395,27 +394,30 @@ class Scheduler:
 
     def _enter(self, batch: _Batch, queued: Sequence[_QueuedRow]) -> None:
         """Insert rows into free places of the batch."""
-        free = np.flatnonzero(batch.rows < 0)
         for source, group in itertools.groupby(queued, lambda row: row.source):
             rows = list(group)
+            free = np.flatnonzero(batch.rows < 0)
             places = free[: len(rows)]
-            free = free[len(rows) :]
             batch.rows[places] = [row.row for row in rows]
             positions = [row.position for row in rows]
             batch.cache = self._insert(batch.cache, source.cache, positions, places)
 
     def _shrink(self, batch: _Batch) -> None:
         """Move the live rows to a smaller batch if they fit one and enough steps are left."""
-        live = batch.live
-        size = self._sizes.shrunk(batch.rows.size, live.size)
+        size = self._sizes.shrunk(batch.rows.size, batch.live.size)
         if size < batch.rows.size and self._steps_left(batch) > _STEPS_OF_A_MOVE:
-            batch.cache, batch.rows = self._take(
-                batch.cache,
-                live,
-                batch.rows[live],
-                size=size,
-                slots=slots_of(batch.cache),
-            )
+            self._move(batch, size, slots_of(batch.cache))
+
+    def _move(self, batch: _Batch, size: int, slots: int) -> None:
+        """Move the live rows to a cache of `size` rows, with `slots` slots each."""
+        live = batch.live
+        batch.cache, batch.rows = self._take(
+            batch.cache,
+            live,
+            batch.rows[live],
+            size=size,
+            slots=slots,
+        )
 
     def _steps_left(self, batch: _Batch) -> int:
         """Steps until a row fills its cache or ends."""
@@ -457,7 +459,10 @@ class Scheduler:
             limits,
             self._draw,
             program=self._program,
-            slot_layout=decode.SlotLayout(prompt_slots=self._bucket, prefix_slots=batch.prefix),
+            slot_layout=decode.SlotLayout(
+                prompt_slots=self._bucket,
+                prefix_slots=batch.prefix,
+            ),
             mode=self._mode,
         )
 
@@ -471,16 +476,14 @@ class Scheduler:
         completions.slot_tokens[rows[:, None], slots_after_prompt] = tokens_read
         batch.clock += steps.size
         taken_steps = (slice(steps.size), live)
-        routed = None
-        if decoded.routed_experts is not None:
-            routed = decoded.routed_experts[taken_steps]
+        columns, routed = jax.tree.map(
+            lambda values: values[taken_steps], (decoded.columns, decoded.routed_experts)
+        )
         completions.add(
             rows,
-            decoded.tokens[taken_steps],
-            decoded.logprobs[taken_steps],
+            columns,
             decoded.sampled[live],
             routed,
-            [values[taken_steps] for values in decoded.top],
         )
         ended = decoded.done[live] | (completions.sampled[rows] == self._sizes.limit)
         batch.rows[live[ended]] = -1
@@ -504,26 +507,18 @@ class Scheduler:
 
     def _move_up(self, batch: _Batch) -> None:
         """Give all live rows the cache of the next level."""
-        live = batch.live
-        size = self._sizes.shrunk(batch.rows.size, live.size)
+        size = self._sizes.shrunk(batch.rows.size, batch.live.size)
         batch.level += 1
         batch.clock = 0
         batch.prefix = slots_of(batch.cache)
         slots = self._bucket + self._capacities[batch.level]
         if size < batch.rows.size:
-            batch.cache, batch.rows = self._take(
-                batch.cache,
-                live,
-                batch.rows[live],
-                size=size,
-                slots=slots,
-            )
+            self._move(batch, size, slots)
         else:
-            extra = slots - batch.prefix
             longer = take(
                 batch.cache,
                 None,
-                extra=extra,
+                extra=slots - batch.prefix,
                 sharding=self._program.cache,
                 release=True,
             )
@@ -581,29 +576,27 @@ class Scheduler:
         room = size // devices
         owners = positions // device_rows
         local = devices > 1 and bool(np.bincount(owners).max() <= room)
-        order = np.full((devices, room), -1)
+        places = np.arange(rows.size)
         if local:
             for device in range(devices):
                 on_device = np.flatnonzero(owners == device)
-                order[device, : on_device.size] = on_device
+                places[on_device] = device * room + np.arange(on_device.size)
             positions = positions % device_rows
-        else:
-            order.reshape(-1)[: rows.size] = np.arange(rows.size)
-        order = order.reshape(-1)
 
         # The content of empty places is unused.
-        sources = np.where(order >= 0, positions[order], 0).astype(np.int32)
-        extra = slots - slots_of(cache)
-        sharding = self._program.cache
+        sources = np.zeros(size, np.int32)
+        sources[places] = positions
+        new_rows = np.full(size, -1)
+        new_rows[places] = rows
         taken_cache = take(
             cache,
             sources,
-            extra=extra,
-            sharding=sharding,
+            extra=slots - slots_of(cache),
+            sharding=self._program.cache,
             local=local,
             release=release,
         )
-        return self._trimmed(taken_cache), np.where(order >= 0, rows[order], -1)
+        return self._trimmed(taken_cache), new_rows
 
     def _trimmed(self, cache: Cache) -> Cache:
         """Return a cache once the memory of its predecessor has gone back to the system."""

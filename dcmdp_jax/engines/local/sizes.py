@@ -14,7 +14,7 @@ _SMALLEST_BUCKET = 16
 
 
 def default_cache_block(platform: str) -> int:
-    """First completion slots of a cache.
+    """First completion slots of a cache, doubled as rows fill them; each length is a program.
 
     Few on a CPU, where a step's time is proportional to the cache.
     """

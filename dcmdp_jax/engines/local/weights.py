@@ -88,8 +88,7 @@ class Conversion:
         outside: parameters without layers -> the engine's leaves outside layers.
         source_checksums: (parameters, whether one device has them) -> the checksums that the
             weights should have.
-        layer_checksums: kind -> checksums of a layer of the engine before fusing.
-        outside_checksums: checksums of the other leaves.
+        layer_checksums: (layer of the engine, kind) -> its checksums before fusing.
     """
 
     def __init__(self, config: ModelConfig, precision: str, mesh: Mesh) -> None:
@@ -110,8 +109,8 @@ class Conversion:
         outside_specs = weight_specs(engine_tree, config, mesh)
         layer_specs = outside_specs.pop("layers")
         fused = {}
-        for (kind, _), specs in zip(config.layer_kinds, layer_specs, strict=True):
-            fused[kind] = specs
+        for kind, indices in config.kinds.items():
+            fused[kind] = layer_specs[indices[0]]
 
         # The same of the trainer's separate matrices, and which of them are quantized.
         convert = functools.partial(in_precision, config=config, precision=precision)
@@ -150,9 +149,8 @@ class Conversion:
             return fuse_parts(separate)
 
         def outside(params: Params) -> Params:
-            converted = convert(params)
             # A result that is an argument would be the trainer's own buffer.
-            return jax.tree.map(jnp.copy, converted)
+            return jax.tree.map(jnp.copy, convert(params))
 
         def source_checksums(
             params: Params,
@@ -174,15 +172,11 @@ class Conversion:
             return _checksums(separate, flat=mesh.size == 1)
 
         self.layer = {}
-        self.layer_checksums = {}
         for kind in config.kinds:
             make_layer = functools.partial(layer, kind=kind)
             self.layer[kind] = jax.jit(make_layer, out_shardings=shardings(fused[kind]))
-            sum_layer = functools.partial(layer_checksums, kind=kind)
-            self.layer_checksums[kind] = jax.jit(sum_layer)
+        self.layer_checksums = jax.jit(layer_checksums, static_argnames="kind")
         self.outside = jax.jit(outside, out_shardings=shardings(outside_specs))
-        sum_outside = functools.partial(_checksums, flat=mesh.size == 1)
-        self.outside_checksums = jax.jit(sum_outside)
         self.source_checksums = jax.jit(source_checksums, static_argnames="one_device")
 
     def weights(self, params: Params) -> Params:
@@ -195,37 +189,36 @@ class Conversion:
         """
         outer = dict(params)
         layers = self._config.by_kind(outer.pop("layers"))
-        kinds = self._config.layer_kinds
-        if _devices(outer["norm"]["scale"]) == list(self._mesh.devices.flat):
-            weights = self.outside(outer)
-            weights["layers"] = [
-                self.layer[kind](layers[kind], np.int32(index)) for kind, index in kinds
-            ]
-            return weights
+        in_place = _devices(outer["norm"]["scale"]) == list(self._mesh.devices.flat)
+        shapes = outer | {"layers": _one_layer(self._config)}
+        specs = weight_specs(
+            shapes,
+            self._config,
+            self._mesh,
+        )
+        layer_specs = self._config.by_kind(specs.pop("layers"))
 
         # Other devices: each leaf of a layer goes there by itself, to the devices that will have a
         # part of it.
-        shapes = outer | {"layers": _one_layer(self._config)}
-        specs = weight_specs(shapes, self._config, self._mesh)
-        layer_specs = self._config.by_kind(specs["layers"])
-
         def move(leaf: Array, spec: P) -> Array:
             sharding = NamedSharding(self._mesh, spec)
             own_part = to_local(leaf, sharding)
             return jax.device_put(own_part, sharding)
 
         def layer(kind: str, index: int) -> Params:
+            if in_place:
+                return self.layer[kind](layers[kind], np.int32(index))
+
             def move_one(leaf: Array, spec: P) -> Array:
                 return move(leaf[index][None], P(None, *spec))
 
             moved = jax.tree.map(move_one, layers[kind], layer_specs[kind])
             return self.layer[kind](moved, np.int32(0))
 
-        moved = {}
-        for name, leaf in outer.items():
-            moved[name] = jax.tree.map(move, leaf, specs[name])
-        weights = self.outside(moved)
-        weights["layers"] = [layer(kind, index) for kind, index in kinds]
+        if not in_place:
+            outer = jax.tree.map(move, outer, specs)
+        weights = self.outside(outer)
+        weights["layers"] = [layer(kind, index) for kind, index in self._config.layer_kinds]
         return weights
 
     def proof(
@@ -240,17 +233,15 @@ class Conversion:
         device its own part only.
         """
         devices = _devices(params["norm"]["scale"])
-        expected = self.source_checksums(params, len(devices) == 1)
-        expected = jax.device_get(expected)
+        expected = jax.device_get(self.source_checksums(params, len(devices) == 1))
 
         outer = dict(weights)
         layers = outer.pop("layers")
         actual = []
         for kind, indices in self._config.kinds.items():
             for index in indices:
-                layer_sums = self.layer_checksums[kind](layers[index])
-                actual.append(layer_sums)
-        actual.append(self.outside_checksums(outer))
+                actual.append(self.layer_checksums(layers[index], kind))
+        actual.append(_checksums(outer, flat=self._mesh.size == 1))
         actual = jax.device_get(actual)
         return np.concatenate(expected), np.concatenate(actual)
 
@@ -333,6 +324,7 @@ def _bounds(index: tuple[slice, ...]) -> tuple[tuple[int | None, int | None], ..
     return tuple((axis.start, axis.stop) for axis in index)
 
 
+@functools.partial(jax.jit, static_argnames=("flat", "stacked"))
 def _checksums(tree: Params, *, flat: bool, stacked: bool = False) -> Array:
     """`array_checksum` of each leaf, [leaves]; of each layer of stacked ones, [layers, leaves]."""
 
