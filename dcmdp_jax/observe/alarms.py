@@ -186,16 +186,34 @@ def broken_completions(discrepancy: np.ndarray) -> float:
 
 def _last(series: Series, name: str, count: int = WINDOW) -> np.ndarray:
     """The last `count` values; all NaN, so that no rule holds, if fewer or one is not finite."""
-    values = np.asarray(series.get(name, _NOTHING)[1][-count:], np.float64)
+    _, values = series.get(name, _NOTHING)
+    values = values[-count:]
     if len(values) < count or not np.isfinite(values).all():
         return np.full(count, np.nan)
     return values
 
 
+def finite_points(series: Series, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a metric, where they are finite; none if it was not recorded."""
+    steps, values = series.get(name, _NOTHING)
+    is_finite = np.isfinite(values)
+    return steps[is_finite], values[is_finite]
+
+
 def finite_values(series: Series, name: str) -> np.ndarray:
     """The finite values of a metric, in the order of the steps."""
-    values = series.get(name, _NOTHING)[1]
-    return values[np.isfinite(values)]
+    _, values = finite_points(series, name)
+    return values
+
+
+def until(series: Series, step: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """The metrics up to a step, without those that were recorded later only."""
+    earlier = {}
+    for name, (steps, values) in series.items():
+        before = steps <= step
+        if before.any():
+            earlier[name] = steps[before], values[before]
+    return earlier
 
 
 def last_value(series: Series, name: str) -> float:
@@ -235,7 +253,7 @@ def _mixed_lag(series: Series, count: int = WINDOW) -> float:
 
 def _discrepancies(series: Series) -> np.ndarray:
     """The mean discrepancy of every step; empty if one is not finite, or mixes staleness in."""
-    values = np.asarray(series.get("discrepancy/mean", _NOTHING)[1], np.float64)
+    _, values = series.get("discrepancy/mean", _NOTHING)
     if _mixed_lag(series) or not np.isfinite(values).all():
         return np.zeros(0)
     return values
@@ -341,7 +359,7 @@ def _rises_in_vain(series: Series, share: float) -> bool:
 
 def _penalty(series: Series) -> Iterator[str]:
     """The penalty is much of the update, costs a token an advantage, or lambda rises in vain."""
-    recorded = series.get("dual/multiplier", _NOTHING)[1]
+    _, recorded = series.get("dual/multiplier", _NOTHING)
     multiplier = _last(series, "dual/multiplier")
     share = _penalty_share(series)
     penalties = (multiplier * _last(series, "discrepancy/max"))[-_LATEST_STEPS:]
@@ -381,7 +399,7 @@ def _weight_sync(series: Series) -> Iterator[str]:
     usual, last, start = jump
 
     # A reward that fell first says that the policy, not the weight sync, made the discrepancy.
-    rewards = np.asarray(series.get("reward/mean", _NOTHING)[1], np.float64)
+    _, rewards = series.get("reward/mean", _NOTHING)
     if len(rewards) == len(series["discrepancy/mean"][1]) and start >= _LATEST_STEPS:
         usual_reward = np.median(rewards[:-WINDOW])
         lowest = usual_reward - _REWARD_FALL * abs(usual_reward)

@@ -1,11 +1,10 @@
 """Whether a mismatch explains that the reward fell: signs in a run's metrics, with advice."""
 
-import collections
 import dataclasses
 
 import numpy as np
 
-from dcmdp_jax.observe.alarms import ALARMS, Series
+from dcmdp_jax.observe.alarms import ALARMS, Series, finite_points, finite_values, until
 
 LEAST_STEPS = 10
 """Steps from which on a fall of the reward is judged."""
@@ -35,8 +34,9 @@ class _Sign:
     above: float = np.inf
     below: float = -np.inf
 
-    def holds(self, values: np.ndarray, window: int) -> bool:
+    def holds(self, series: Series, window: int) -> bool:
         """Whether the mean of the last `window` values is beyond a bound; no value: False."""
+        values = finite_values(series, self.metric)
         if not len(values):
             return False
         last = values[-window:].mean()
@@ -125,7 +125,7 @@ def collapse_signs(series: Series) -> CollapseSigns | None:
     is measured from its lowest value. What happens between the earliest and the latest beginning of
     the fall decides nothing.
     """
-    steps, rewards = _finite(series, "reward/mean")
+    steps, rewards = finite_points(series, "reward/mean")
     if len(steps) < LEAST_STEPS:
         return None
     window = len(steps) // 10
@@ -133,15 +133,14 @@ def collapse_signs(series: Series) -> CollapseSigns | None:
     if fall is None:
         return None
     earliest, latest = fall
-    before = _values_until(series, earliest)
+    before = until(series, earliest)
     supporting = []
     opposing = []
     undecided = []
 
-    times, discrepancies = _finite(series, "discrepancy/mean")
-    growth = _growth(discrepancies[times <= earliest], window)
-    later_growth = _growth(discrepancies[times <= latest], window)
-    sizes = before["mismatch/effective_sample_size"][:window]
+    growth = _growth(finite_values(before, "discrepancy/mean"), window)
+    later_growth = _growth(finite_values(until(series, latest), "discrepancy/mean"), window)
+    sizes = finite_values(before, "mismatch/effective_sample_size")[:window]
     if growth > _DOUBLED:
         supporting.append(
             "The discrepancy had doubled before the reward fell: repair what dcmdp probe names; "
@@ -161,13 +160,13 @@ def collapse_signs(series: Series) -> CollapseSigns | None:
         opposing.append("The discrepancy had not doubled when the reward fell.")
 
     for sign in _SUPPORTING:
-        if sign.holds(before[sign.metric], window):
+        if sign.holds(before, window):
             supporting.append(sign.advice)
     for name, metric in ALARMS.items():
-        if name not in _OTHER_ALERTS and np.any(before[metric]):
+        if name not in _OTHER_ALERTS and np.any(finite_values(before, metric)):
             supporting.append(f"The alert {name} was raised before the reward fell.")
     for sign in _OPPOSING:
-        if sign.holds(before[sign.metric], window):
+        if sign.holds(before, window):
             opposing.append(sign.advice)
     return CollapseSigns(
         step=earliest, supporting=supporting, opposing=opposing, undecided=undecided
@@ -194,19 +193,3 @@ def _fall(steps: np.ndarray, rewards: np.ndarray, window: int) -> tuple[int, int
         return int(steps[last + window - 1])
 
     return last_step_near(heights[best]), last_step_near(usual)
-
-
-def _values_until(series: Series, step: int) -> dict[str, np.ndarray]:
-    """The finite values of each metric up to a step; none of one that was not recorded."""
-    values_until = collections.defaultdict(lambda: np.zeros(0))
-    for name in series:
-        steps, values = _finite(series, name)
-        values_until[name] = values[steps <= step]
-    return values_until
-
-
-def _finite(series: Series, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a metric, where they are finite."""
-    steps, values = series.get(name, (np.zeros(0), np.zeros(0)))
-    is_finite = np.isfinite(values)
-    return steps[is_finite], values[is_finite]

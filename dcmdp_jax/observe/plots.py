@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from dcmdp_jax.number_format import percent
-from dcmdp_jax.observe.alarms import finite_values, last_value
+from dcmdp_jax.observe.alarms import finite_points, finite_values, last_value
 from dcmdp_jax.observe.metric_names import STEP_PHASES, form_of_score
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import COLORS, INK, LEGEND, make_figure, style_axes
@@ -182,19 +182,17 @@ def _draw_tolerance(axes: Axes, runs: Runs) -> None:
             color = _color(index)
             suffix = f", {label}"
 
-        if "dual/tolerance" in series:
-            steps, tolerances = series["dual/tolerance"]
-            finite = np.isfinite(tolerances)
-            if finite.any():
-                axes.plot(
-                    steps[finite],
-                    tolerances[finite],
-                    linestyle="--",
-                    label=f"tolerance c = {tolerances[finite][-1]:g}{suffix}",
-                    color=color,
-                    linewidth=1.3,
-                    zorder=2,
-                )
+        steps, tolerances = finite_points(series, "dual/tolerance")
+        if len(steps):
+            axes.plot(
+                steps,
+                tolerances,
+                linestyle="--",
+                label=f"tolerance c = {tolerances[-1]:g}{suffix}",
+                color=color,
+                linewidth=1.3,
+                zorder=2,
+            )
 
         floor = last_value(series, "mismatch/noise_floor")
         if np.isfinite(floor):

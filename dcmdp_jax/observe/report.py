@@ -16,7 +16,14 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.number_format import duration, number, percent
 from dcmdp_jax.observe import jsonl, metric_names, page_kit, plots
-from dcmdp_jax.observe.alarms import alarms, bounded_metric, finite_values, last_value
+from dcmdp_jax.observe.alarms import (
+    alarms,
+    bounded_metric,
+    finite_points,
+    finite_values,
+    last_value,
+    until,
+)
 from dcmdp_jax.observe.collapse import collapse_signs
 from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
 
@@ -84,12 +91,7 @@ class RecordedRun:
 
     def until(self, step: int) -> Self:
         """The same run with its metrics up to a step."""
-        series = {}
-        for name, (steps, values) in self.series.items():
-            before = steps <= step
-            if before.any():
-                series[name] = steps[before], values[before]
-        return dataclasses.replace(self, series=series)
+        return dataclasses.replace(self, series=until(self.series, step))
 
 
 Runs = Sequence[RecordedRun]
@@ -620,14 +622,13 @@ def _scores(series: Series) -> list[_Score]:
     """The scores at the steps that evaluated them, avg@K first."""
     scores = []
     for name in sorted(series, key=lambda name: ("/avg@" not in name, name)):
-        steps, values = series[name]
-        finite = np.isfinite(values)
-        if name.startswith("eval/") and finite.any():
+        steps, values = finite_points(series, name)
+        if name.startswith("eval/") and len(steps):
             score = _Score(
                 name=name.removeprefix("eval/"),
-                steps=steps[finite],
-                values=values[finite],
-                text=metric_names.form_of_score(name, values[finite], series),
+                steps=steps,
+                values=values,
+                text=metric_names.form_of_score(name, values, series),
             )
             scores.append(score)
     return scores
