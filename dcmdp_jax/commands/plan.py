@@ -22,7 +22,6 @@ from dcmdp_jax.plan.topologies import (
     chip_and_count,
     known_topologies,
     load_topology,
-    platform_of,
     set_environment,
 )
 
@@ -43,8 +42,8 @@ def main(argv: list[str]) -> int:
                 f"{suggestion(name, PROGRAMS)}"
             )
 
-    _, devices = chip_and_count(arguments.topology)
-    check_run(config, platform_of(arguments.topology), devices)
+    chip, devices = chip_and_count(arguments.topology)
+    check_run(config, chip.platform, devices)
     set_environment()
     topology = load_topology(arguments.topology)
     tell = functools.partial(print, flush=True)
