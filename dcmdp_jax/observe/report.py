@@ -29,12 +29,7 @@ from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placehold
 
 _STUCK_STEPS = 5
 """Last steps with lambda at its cap that are worth a warning: a guess."""
-_ENGINE_SETTINGS = (
-    "rollout.engine",
-    "rollout.precision",
-    "rollout.compute_dtype",
-    "rollout.kv_cache_dtype",
-)
+_ENGINE_FORMATS = ("precision", "compute_dtype", "kv_cache_dtype")
 _SHARES = {
     "completion/truncated_fraction": (
         0.5,
@@ -193,18 +188,15 @@ def report_content(runs: Runs) -> dict[str, Any]:
         runs: one or more; several are compared.
     """
     several = len(runs) > 1
-    origin = [] if several else list(provenance(runs[0]).values())
-    verdicts = []
     problems = []
     for run in runs:
         label = f"{run.label}: " if several else ""
-        verdicts.append(verdict(run))
         problems += [label + text for text in warnings(run.series)]
     return {
         "title": " / ".join(run.label for run in runs),
         "labels": [run.label for run in runs],
-        "verdicts": verdicts,
-        "provenance": origin,
+        "verdicts": [verdict(run) for run in runs],
+        "provenance": [] if several else provenance(runs[0]).values(),
         "facts": facts(runs[0]),
         "comparison": _comparison(runs),
         "problems": problems,
@@ -248,7 +240,7 @@ def _held_out(runs: Runs) -> list[tuple[str, list[str], list[jsonl.Record]]]:
 
         for task, records in by_task.items():
             steps = [step for step, _ in records]
-            ends = list(dict.fromkeys((min(steps), max(steps))))
+            ends = sorted({min(steps), max(steps)})
             problems = []
             for (step, problem), record in records.items():
                 if step == ends[0]:
@@ -299,7 +291,7 @@ def _metrics(runs: Runs) -> dict[str, Any]:
         metric = metric_names.metric_of(name)
         write = number
         unit = metric.unit
-        if metric.unit == "fraction":
+        if unit == "fraction":
             write = percent
             unit = "share"
         cells = [write(float(value)) for value in row_values]
@@ -311,7 +303,8 @@ def facts(run: RecordedRun) -> list[Fact]:
     """The facts that a run recorded, in the order to show them."""
     series = run.series
     run_facts = [Fact("Training steps", str(_steps(series)))]
-    run_facts += [*_score_facts(series), *_mismatch_facts(series)]
+    run_facts += _score_facts(series)
+    run_facts += _mismatch_facts(series)
 
     speeds = finite_values(series, "throughput/tokens_per_second")
     if len(speeds):
@@ -322,8 +315,11 @@ def facts(run: RecordedRun) -> list[Fact]:
         speed = f"{number(_median(speeds), ',.0f')} tokens/s"
         details = f"median step; {duration(total)} in training steps"
         run_facts.append(Fact("Throughput", speed, details=details))
-    run_facts += [fact for fact in (overlap(series), legs(series)) if fact]
-    return [*run_facts, *_replica_facts(run), *_setting_facts(run.config)]
+    run_facts += _overlap_facts(series)
+    run_facts += _leg_facts(series)
+    run_facts += _replica_facts(run)
+    run_facts += _setting_facts(run.config)
+    return run_facts
 
 
 def _score_facts(series: Series) -> Iterator[Fact]:
@@ -384,13 +380,13 @@ def _replica_facts(run: RecordedRun) -> Iterator[Fact]:
 
 
 def _setting_facts(config: Mapping[str, Any]) -> Iterator[Fact]:
-    engine = []
-    if not _supervised(config):
-        for name in _ENGINE_SETTINGS:
-            if config.get(name) is not None:
-                engine.append(f"{name.rpartition('.')[2]} {config[name]}".removeprefix("engine "))
-    if engine:
-        yield Fact("Engine", engine[0], details=", ".join(engine[1:]))
+    if "rollout.engine" in config and not _supervised(config):
+        formats = []
+        for name in _ENGINE_FORMATS:
+            value = config.get(f"rollout.{name}")
+            if value is not None:
+                formats.append(f"{name} {value}")
+        yield Fact("Engine", config["rollout.engine"], details=", ".join(formats))
     if config.get("task.train"):
         yield Fact("Training data", str(config["task.train"]))
     if config:
@@ -452,27 +448,24 @@ def provenance(run: RecordedRun) -> dict[str, str]:
 
 def _begins_at_cap(run: RecordedRun) -> bool:
     config = run.config
-    first = config.get("algorithm.multiplier")
-    if not config.get("algorithm.dual_learning_rate"):
-        return False
-    if first != config.get("algorithm.multiplier_max") or "dual/multiplier" not in run.series:
+    cap = config.get("algorithm.multiplier_max")
+    if not config.get("algorithm.dual_learning_rate") or config.get("algorithm.multiplier") != cap:
         return False
     # A method with a lambda of its own records another one than the setting.
-    return bool(run.series["dual/multiplier"][1][0] == np.float32(first))
+    return run.series["dual/multiplier"][1][0] == np.float32(cap)
 
 
 def describe_multiplier(series: Series) -> str:
     """The course of lambda; empty if it was not recorded."""
-    multiplier = finite_values(series, "dual/multiplier")
+    steps, multiplier = finite_points(series, "dual/multiplier")
     if not len(multiplier):
         return ""
     first = number(multiplier[0])
     last = number(multiplier[-1])
     if multiplier.min() == multiplier.max():
         return f"stayed at {first}"
-    steps, values = series["dual/multiplier"]
-    peak_step = steps[np.nanargmax(values)]
-    return f"from {first} to {last}, peak {number(multiplier.max())} at step {peak_step}"
+    peak = np.argmax(multiplier)
+    return f"from {first} to {last}, peak {number(multiplier[peak])} at step {steps[peak]}"
 
 
 def describe_discrepancy(series: Series) -> str:
@@ -488,16 +481,16 @@ def describe_discrepancy(series: Series) -> str:
     return "; ".join(clauses)
 
 
-def overlap(series: Series) -> Fact | None:
-    """Describe the time that sampling ahead saves in a median step; None for a run without it."""
+def _overlap_facts(series: Series) -> Iterator[Fact]:
+    """The time that sampling ahead saves in a median step."""
     if "time/overlap" not in series:
-        return None
+        return
 
     def seconds(*phases: str) -> str:
         total = sum(_median(finite_values(series, f"time/{phase}")) for phase in phases)
         return f"{number(total)} s"
 
-    return Fact(
+    yield Fact(
         "Overlap won",
         f"{seconds('overlap')} a step",
         details=f"a step with {seconds('generate', 'verify', 'pack')} of sampling and "
@@ -506,14 +499,14 @@ def overlap(series: Series) -> Fact | None:
     )
 
 
-def legs(series: Series) -> Fact | None:
-    """Describe where the mismatch arose, when last measured; None where it was not."""
+def _leg_facts(series: Series) -> Iterator[Fact]:
+    """Where the mismatch arose, when last measured."""
     if "mismatch/leg_decoding_share" not in series:
-        return None
+        return
     steps, shares = series["mismatch/leg_decoding_share"]
     decoding = float(series["mismatch/leg_decoding"][1][-1])
     one_pass = float(series["mismatch/leg_one_pass"][1][-1])
-    return Fact(
+    yield Fact(
         "Mismatch from decoding",
         percent(float(shares[-1])),
         details=f"step {steps[-1]}: mean |p - q| {number(decoding)} from decode to prefill, "
@@ -624,13 +617,14 @@ def _scores(series: Series) -> list[_Score]:
     for name in sorted(series, key=lambda name: ("/avg@" not in name, name)):
         steps, values = finite_points(series, name)
         if name.startswith("eval/") and len(steps):
-            score = _Score(
-                name=name.removeprefix("eval/"),
-                steps=steps,
-                values=values,
-                text=metric_names.form_of_score(name, values, series),
+            scores.append(
+                _Score(
+                    name=name.removeprefix("eval/"),
+                    steps=steps,
+                    values=values,
+                    text=metric_names.form_of_score(name, values, series),
+                )
             )
-            scores.append(score)
     return scores
 
 
