@@ -17,6 +17,7 @@ docs/probe.md has the engines' names and what the causes rest on.
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import sys
@@ -226,13 +227,11 @@ def _reserve_device_shares(
     Engines that sample run one after the other.
     """
     by_record = {spec.record: spec for spec in (*sampling_specs, scoring_spec) if spec.record}
+    counts = collections.Counter({spec.record for spec in sampling_specs})
+    counts[scoring_spec.record] += 1
     for record, spec in by_record.items():
-        count = 0
-        if any(spec.record is record for spec in sampling_specs):
-            count += 1
-        if scoring_spec.record is record:
-            count += 1
-        record.reserve_device_share(settings_of(settings_for(spec, rollout), record), count)
+        settings = settings_of(settings_for(spec, rollout), record)
+        record.reserve_device_share(settings, counts[record])
 
 
 def _measure_recording(arguments: argparse.Namespace) -> tuple[str, Measured]:

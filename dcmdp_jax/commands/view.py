@@ -45,14 +45,14 @@ def main(argv: list[str]) -> None:
             f"--out: got {out}, a directory is written; name one, {_PAGE_FILE} goes into it"
         )
 
-    if len(runs) > 1:
-        labels = report.labels_of([path.resolve() for path in runs])
+    if runs:
+        labels = [None]
+        if len(runs) > 1:
+            labels = report.labels_of([path.resolve() for path in runs])
         sources = [
             _of_run(run, label, arguments.tokenizer)
             for run, label in zip(runs, labels, strict=True)
         ]
-    elif runs:
-        sources = [_of_run(runs[0], None, arguments.tokenizer)]
     elif all(path.name.endswith(_EVALUATION) for path in paths):
         sources = [_evaluated(paths)]
     else:
