@@ -13,6 +13,8 @@ _STILL_HIGH = 0.9
 _DOUBLED = 2
 _FEW_LOST = 0.95
 """Effective sample size from which on a steady mismatch is small."""
+_MANY_LOST = 0.8
+"""Effective sample size below which few tokens carry the update."""
 _OTHER_ALERTS = ("penalty", "identical", "rounding", "truncation")
 """Alerts that are about something else than the mismatch."""
 
@@ -42,24 +44,16 @@ class _Sign:
         last = values[-window:].mean()
         if self.is_relative:
             last = _growth(values, window)
-        return bool(last > self.above or last < self.below)
+        return last > self.above or last < self.below
 
 
 def _growth(values: np.ndarray, window: int) -> float:
     """The mean of the last `window` values over that of the first; NaN if that is not positive."""
     if not len(values) or values[:window].mean() <= 0:
         return np.nan
-    return float(values[-window:].mean() / values[:window].mean())
+    return values[-window:].mean() / values[:window].mean()
 
 
-_SUPPORTING = (
-    _Sign(
-        metric="mismatch/effective_sample_size",
-        below=0.8,
-        advice="The effective sample size was below 80%: few tokens carry the update. Compare the "
-        "mitigations of docs/remedies.md.",
-    ),
-)
 _OPPOSING = (
     _Sign(
         metric="reward/all_equal_groups",
@@ -140,7 +134,7 @@ def collapse_signs(series: Series) -> CollapseSigns | None:
 
     growth = _growth(finite_values(before, "discrepancy/mean"), window)
     later_growth = _growth(finite_values(until(series, latest), "discrepancy/mean"), window)
-    sizes = finite_values(before, "mismatch/effective_sample_size")[:window]
+    sizes = finite_values(before, "mismatch/effective_sample_size")
     if growth > _DOUBLED:
         supporting.append(
             "The discrepancy had doubled before the reward fell: repair what dcmdp probe names; "
@@ -151,17 +145,19 @@ def collapse_signs(series: Series) -> CollapseSigns | None:
             f"The discrepancy doubled between steps {earliest} and {latest}, in which the reward "
             "began to fall."
         )
-    elif growth < _DOUBLED and len(sizes) and sizes.mean() < _FEW_LOST:
+    elif growth < _DOUBLED and len(sizes) and sizes[:window].mean() < _FEW_LOST:
         undecided.append(
             "The discrepancy had not doubled, but the mismatch was large from the first step on: "
-            f"an effective sample size of {sizes.mean():.0%}."
+            f"an effective sample size of {sizes[:window].mean():.0%}."
         )
     elif growth < _DOUBLED:
         opposing.append("The discrepancy had not doubled when the reward fell.")
 
-    for sign in _SUPPORTING:
-        if sign.holds(before, window):
-            supporting.append(sign.advice)
+    if len(sizes) and sizes[-window:].mean() < _MANY_LOST:
+        supporting.append(
+            "The effective sample size was below 80%: few tokens carry the update. Compare the "
+            "mitigations of docs/remedies.md."
+        )
     for name, metric in ALARMS.items():
         if name not in _OTHER_ALERTS and np.any(finite_values(before, metric)):
             supporting.append(f"The alert {name} was raised before the reward fell.")
@@ -181,12 +177,12 @@ def _fall(steps: np.ndarray, rewards: np.ndarray, window: int) -> tuple[int, int
     """
     means = np.convolve(rewards, np.full(window, 1 / window), "valid")
     heights = means - min(0.0, means.min())
-    best = int(np.argmax(heights))
+    best = np.argmax(heights)
     is_low = heights < heights[best] / 2
     if not is_low[-1]:
         return None
-    before_low = heights[: best + int(np.argmax(is_low[best:]))]
-    usual = float(np.median(before_low[before_low >= heights[best] / 2]))
+    before_low = heights[: best + np.argmax(is_low[best:])]
+    usual = np.median(before_low[before_low >= heights[best] / 2])
 
     def last_step_near(height: float) -> int:
         last = np.flatnonzero(before_low >= _STILL_HIGH * height)[-1]
