@@ -159,7 +159,7 @@ def alarms(series: Series) -> list[Alarm]:
     shorter than the window raises none but `penalty` by its share. That share and its 5 steps were
     chosen on long completions (docs/evidence.md), the other numbers of `penalty` are guesses.
     """
-    raised: dict[str, Alarm] = {}
+    raised = {}
     for name, rule in _RULES.items():
         if raised.keys() & _EXPLAINED_BY.get(name, set()):
             continue
@@ -206,7 +206,7 @@ def finite_values(series: Series, name: str) -> np.ndarray:
     return values
 
 
-def until(series: Series, step: int) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+def until(series: Series, step: int) -> Series:
     """The metrics up to a step, without those that were recorded later only."""
     earlier = {}
     for name, (steps, values) in series.items():

@@ -78,7 +78,7 @@ class Progress(Activity):
             self.done = step
             self._last_step_at = now
         for name, value in metrics.items():
-            self._values[name] = math.nan if value is None else float(value)
+            self._values[name] = math.nan if value is None else value
         if self._live:
             refresh()
             return

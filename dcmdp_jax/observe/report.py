@@ -108,7 +108,7 @@ def read_run(
         OSError: if a file can't be read.
     """
     run_dir = Path(run_dir)
-    series: Series = {}
+    series = {}
     if not without_metrics or (run_dir / jsonl.METRICS_FILE).is_file():
         series = read_metrics(run_dir)
     config = {}
@@ -294,8 +294,7 @@ def _metrics(runs: Runs) -> dict[str, Any]:
         if unit == "fraction":
             write = percent
             unit = "share"
-        cells = [write(float(value)) for value in row_values]
-        rows.append([name, *cells, unit, metric.description])
+        rows.append([name, *map(write, row_values), unit, metric.description])
     return {"header": ["metric", *columns, "unit", "meaning"], "rows": rows}
 
 
@@ -331,7 +330,7 @@ def _score_facts(series: Series) -> Iterator[Fact]:
         values = score.values
         gain = values[-1] - values[0]
         gained = f"{100 * gain:+.1f} points" if score.text is percent else f"{gain:+.4g}"
-        best = int(np.argmax(values))
+        best = np.argmax(values)
         yield Fact(
             f"Validation {score.name}",
             f"{score.text(values[0])} → {score.text(values[-1])}",
@@ -388,7 +387,7 @@ def _setting_facts(config: Mapping[str, Any]) -> Iterator[Fact]:
                 formats.append(f"{name} {value}")
         yield Fact("Engine", config["rollout.engine"], details=", ".join(formats))
     if config.get("task.train"):
-        yield Fact("Training data", str(config["task.train"]))
+        yield Fact("Training data", config["task.train"])
     if config:
         yield Fact("Started from", config.get("model.path") or "a fresh model")
 
@@ -504,11 +503,11 @@ def _leg_facts(series: Series) -> Iterator[Fact]:
     if "mismatch/leg_decoding_share" not in series:
         return
     steps, shares = series["mismatch/leg_decoding_share"]
-    decoding = float(series["mismatch/leg_decoding"][1][-1])
-    one_pass = float(series["mismatch/leg_one_pass"][1][-1])
+    decoding = series["mismatch/leg_decoding"][1][-1]
+    one_pass = series["mismatch/leg_one_pass"][1][-1]
     yield Fact(
         "Mismatch from decoding",
-        percent(float(shares[-1])),
+        percent(shares[-1]),
         details=f"step {steps[-1]}: mean |p - q| {number(decoding)} from decode to prefill, "
         f"{number(one_pass)} from prefill to the trainer",
     )
@@ -555,7 +554,7 @@ def _steps(series: Series) -> int:
     """The last training step; 0 where only evaluations were recorded."""
     for name in ("reward/mean", "policy/loss"):
         if name in series:
-            return int(series[name][0][-1])
+            return series[name][0][-1]
     return 0
 
 
@@ -569,7 +568,7 @@ def _ends(values: np.ndarray) -> tuple[float, float, str]:
 def _mean(values: np.ndarray) -> float:
     if not len(values):
         return math.nan
-    return float(values.mean())
+    return values.mean()
 
 
 def _median(values: np.ndarray) -> float:
@@ -598,7 +597,7 @@ def _steps_at_cap(series: Series) -> int:
     capped = (multiplier[-len(over) :] == multiplier.max()) & over
     if capped.all():
         return len(capped)
-    return int(np.argmin(capped[::-1]))
+    return np.argmin(capped[::-1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -635,7 +634,7 @@ def _score_at(run: RecordedRun, score: _Score, index: int) -> str:
     for bound in ("low", "high"):
         name = f"eval_interval/{score.name.rpartition('/')[0]}/{bound}"
         steps, values = run.series.get(name, (np.zeros(0), np.zeros(0)))
-        bounds += map(score.text, values[steps == score.steps[index]].tolist())
+        bounds += map(score.text, values[steps == score.steps[index]])
     if len(bounds) < 2:
         return value
     return f"{value} (95% interval {bounds[0]} to {bounds[1]})"
