@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         config = load.for_supervision(config)
     if arguments.topology is None:
         raise UserError(f"--topology is missing; known are {known_topologies()}")
-    programs = tuple(name for name in arguments.programs.split(",") if name)
+    programs = [name for name in arguments.programs.split(",") if name]
     for name in programs:
         if name not in PROGRAMS:
             raise UserError(

@@ -159,7 +159,7 @@ class CompiledRun:
         counted = ""
         if name == "step":
             counted = memory_use.CUDNN_WORKSPACE
-        elif self.engine is not None:
+        else:
             beside |= self.step.resident
             # New rows enter a batch while it decodes.
             if name in ("prefill", "decode") and self.engine.refills:
@@ -356,7 +356,7 @@ def compile_run(
     programs = [step]
     if engine is not None:
         programs += engine.programs
-    compiled: dict[str, Compiled] = {}
+    compiled = {}
     for program in programs:
         if not only or program.name in only:
             on_program(program.name)
@@ -437,7 +437,7 @@ def compile_program(program: Lowerable, read: Callable[[jax.stages.Compiled], An
     memory = executable.memory_analysis()
     temporary = memory.temp_size_in_bytes
     arguments = memory.argument_size_in_bytes
-    peak = getattr(memory, "peak_memory_in_bytes", 0)
+    peak = memory.peak_memory_in_bytes
     if not peak:
         # The compiler has no figure: everything at once.
         peak = arguments + temporary + memory.output_size_in_bytes - memory.alias_size_in_bytes
