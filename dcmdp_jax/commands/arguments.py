@@ -15,7 +15,7 @@ from dcmdp_jax.errors import UserError, shorten
 
 def nearest(word: str, names: Iterable[str], otherwise: str) -> str:
     """A hint that names what is nearest to an unknown word, or other advice if nothing is near."""
-    near = difflib.get_close_matches(word, list(names), n=1)
+    near = difflib.get_close_matches(word, names, n=1)
     if not near:
         return otherwise
     return f"did you mean {near[0]}?"

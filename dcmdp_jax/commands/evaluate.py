@@ -199,7 +199,7 @@ def _evaluate(
     if rows < max_rows:
         tell(f"{rows} rows at a time (rollout.max_rows={max_rows} does not fit)")
 
-    results: list[EvaluationResult] = []
+    results = []
     with start_services(task, setup) as services:
         if setup.kind.takes_weights:
             params = saved.load(evaluation_setup.synced_dtype(saved, task.config))

@@ -317,14 +317,13 @@ def _by_format(arguments: argparse.Namespace) -> Measured:
 
 def _own_run(files: list[RecordedFile]) -> Path | None:
     """The run directory of a recording of ours, if its metrics are there."""
-    if files[0].framework != "dcmdp":
+    runs = {file.path.parent.parent for file in files}
+    if files[0].framework != "dcmdp" or len(runs) > 1:
         return None
-    run = files[0].path.parent.parent
-    if any(file.path.parent.parent != run for file in files):
-        return None
-    if not (run / METRICS_FILE).is_file() or not (run / CONFIG_FILE).is_file():
-        return None
-    return run
+    [run] = runs
+    if (run / METRICS_FILE).is_file() and (run / CONFIG_FILE).is_file():
+        return run
+    return None
 
 
 def _by_columns(arguments: argparse.Namespace, names: dict[str, str]) -> Measured:
