@@ -117,10 +117,11 @@ def main(argv: list[str]) -> None:
         f"{config.evaluation.temperature:g}, top_p {top_p:g}, top_k {config.rollout.top_k}: the "
         f"{'run' if is_run else 'paper'}'s where they are not given"
     )
-    dropped = []
-    for held_out_task, prompts in task.held_out:
-        if prompts.dropped:
-            dropped.append(f"{prompts.dropped} of {held_out_task.name}")
+    dropped = [
+        f"{prompts.dropped} of {held_out_task.name}"
+        for held_out_task, prompts in task.held_out
+        if prompts.dropped
+    ]
     if dropped:
         print(f"left out, prompt over task.max_prompt_tokens: {', '.join(dropped)}")
     for line in describe_overlaps(

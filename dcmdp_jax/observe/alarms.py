@@ -57,7 +57,6 @@ _LAMBDA_RISE = 1.5
 """Last over first lambda of a window that is rising."""
 _STEADY = 0.9
 """Rank correlation with the step of a lambda that rises steadily over the window."""
-_SYNC_ROUNDING = "mismatch/sync_rounding"
 _MOSTLY_KEPT = 0.7
 """Norm that rounding keeps back, over the update's, with which hardly any of it arrives."""
 _BEHIND = 10.0
@@ -423,7 +422,7 @@ def _unseen_updates(series: Series) -> Iterator[str]:
     if _rank_correlation(delta) < _STEADY_BEHIND:
         return
 
-    rounding = np.median(_last(series, _SYNC_ROUNDING))
+    rounding = np.median(_last(series, "mismatch/sync_rounding"))
     surprise = _last(series, "engine/surprise", len(delta))
     first_third, _, last_third = np.array_split(surprise, 3)
     before = first_third.mean()

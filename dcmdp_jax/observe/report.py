@@ -63,6 +63,13 @@ class Fact:
     value: str
     details: str = ""
 
+    @property
+    def text(self) -> str:
+        """The value with the details."""
+        if not self.details:
+            return self.value
+        return f"{self.value} ({self.details})"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedRun:
@@ -211,12 +218,7 @@ def _comparison(runs: Runs) -> list[list[str]]:
     """The facts of all runs: a row is a fact's name and its value in each."""
     columns = []
     for run in runs:
-        column = {}
-        for fact in facts(run):
-            column[fact.name] = fact.value
-            if fact.details:
-                column[fact.name] += f" ({fact.details})"
-        columns.append(column)
+        columns.append({fact.name: fact.text for fact in facts(run)})
     return _rows_by_key(columns)
 
 

@@ -64,15 +64,15 @@ def _heading(plan: CompiledRun) -> list[str]:
     mesh = plan.run.placement.mesh
     packing = plan.run.placement.packing
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    buckets = []
-    for rows, length, count in zip(
+    buckets = zip(
         packing.rows_per_micro_batch,
         packing.row_lengths,
         packing.micro_batches,
         strict=True,
-    ):
-        buckets.append(f"{rows} x {length} tokens, {count} of them at most")
-    micro_batches = ", ".join(buckets)
+    )
+    micro_batches = ", ".join(
+        f"{rows} x {length} tokens, {count} of them at most" for rows, length, count in buckets
+    )
 
     if plan.engine is not None:
         engine = (
