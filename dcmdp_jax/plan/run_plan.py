@@ -207,12 +207,20 @@ def check_run(config: Config, platform: str, devices: int) -> None:
     host_devices = devices
     if platform == "gpu":
         host_devices = min(devices, CHIPS["h100"].devices_near)
-    kind, arguments = _engine(config, platform, model=model, host_devices=host_devices)
+    kind, arguments = _engine(
+        config,
+        platform,
+        model=model,
+        host_devices=host_devices,
+    )
     with as_settings(of_engine(kind)):
         kind.check(arguments)
 
     with as_settings(MESH):
-        sizes = axis_sizes(devices, *config.mesh.sizes)
+        sizes = axis_sizes(
+            devices,
+            *config.mesh.sizes,
+        )
         check_training_mesh(
             AbstractMesh(tuple(sizes.values()), tuple(sizes)),
             num_heads=model.num_heads,
@@ -334,7 +342,10 @@ def compile_run(
     platform = topology.chip.platform
     check_run(config, platform, len(topology.devices))
     usable, reason = usable_memory(config, topology)
-    mesh = make_mesh(*config.mesh.sizes, devices=topology.devices)
+    mesh = make_mesh(
+        *config.mesh.sizes,
+        devices=topology.devices,
+    )
     run = planned_run(
         config,
         mesh,
