@@ -15,7 +15,7 @@ from dcmdp_jax.errors import UserError, shorten
 
 def nearest(word: str, names: Iterable[str], otherwise: str) -> str:
     """A hint that names what is nearest to an unknown word, or other advice if nothing is near."""
-    near = difflib.get_close_matches(word, list(names), n=1)
+    near = difflib.get_close_matches(word, names, n=1)
     if not near:
         return otherwise
     return f"did you mean {near[0]}?"
@@ -47,9 +47,7 @@ class Parser(argparse.ArgumentParser):
         """Raise UserError instead of printing the usage and exiting."""
         raise UserError(message)
 
-    def parse_args(
-        self, args: Sequence[str] | None = None, namespace: Any = None
-    ) -> argparse.Namespace:
+    def parse_args(self, args: Sequence[str], namespace: Any = None) -> argparse.Namespace:
         """Parse as argparse does, but raise a one-line UserError for an unknown argument."""
         parsed, unknown = self.parse_known_args(args, namespace)
         if unknown:
@@ -89,8 +87,8 @@ def whole(low: int) -> Callable[[str], int]:
     return integer
 
 
-def real(low: float, high: float) -> Callable[[str], float]:
-    """An argument type: a number above `low` and up to `high`, in the digits 0-9."""
+def real(high: float) -> Callable[[str], float]:
+    """An argument type: a number above 0 and up to `high`, in the digits 0-9."""
 
     def number(text: str) -> float:
         try:
@@ -101,8 +99,8 @@ def real(low: float, high: float) -> Callable[[str], float]:
         except ValueError:
             raise ArgumentTypeError(f"got {shorten(text)}, must be a number") from None
         # NaN compares as false.
-        if not low < value <= high:
-            raise ArgumentTypeError(f"got {value:g}, must be in ({low:g}, {high:g}]")
+        if not 0 < value <= high:
+            raise ArgumentTypeError(f"got {value:g}, must be in (0, {high:g}]")
         return value
 
     return number

@@ -173,7 +173,7 @@ def model_card(run_dir: Path, step: int) -> str:
     """
     run = read_run(run_dir, without_metrics=True).until(step)
     front = ["---", "library_name: transformers", "pipeline_tag: text-generation"]
-    start = str(run.config.get("model.path") or "")
+    start = run.config.get("model.path") or ""
     if is_hub_name(start):
         front.append(f"base_model: {start.partition('@')[0]}")
     front += ["tags: [dcmdp_jax, dc-grpo, grpo, reinforcement-learning]", "---"]
@@ -212,9 +212,9 @@ def _curve(series: Series) -> str:
     for name, title in _COLUMNS.items():
         if name in series:
             titles.append(title)
-            columns.append(dict(zip(*map(np.ndarray.tolist, series[name]), strict=True)))
+            columns.append(dict(zip(*series[name], strict=True)))
     rows = []
-    for step in steps[np.unique(points)].tolist():
+    for step in steps[points]:
         rows.append([str(step), *(number(column.get(step, math.nan)) for column in columns)])
     return "\n".join(markdown_table(titles, rows))
 

@@ -117,10 +117,11 @@ def main(argv: list[str]) -> None:
         f"{config.evaluation.temperature:g}, top_p {top_p:g}, top_k {config.rollout.top_k}: the "
         f"{'run' if is_run else 'paper'}'s where they are not given"
     )
-    dropped = []
-    for held_out_task, prompts in task.held_out:
-        if prompts.dropped:
-            dropped.append(f"{prompts.dropped} of {held_out_task.name}")
+    dropped = [
+        f"{prompts.dropped} of {held_out_task.name}"
+        for held_out_task, prompts in task.held_out
+        if prompts.dropped
+    ]
     if dropped:
         print(f"left out, prompt over task.max_prompt_tokens: {', '.join(dropped)}")
     for line in describe_overlaps(
@@ -199,7 +200,7 @@ def _evaluate(
     if rows < max_rows:
         tell(f"{rows} rows at a time (rollout.max_rows={max_rows} does not fit)")
 
-    results: list[EvaluationResult] = []
+    results = []
     with start_services(task, setup) as services:
         if setup.kind.takes_weights:
             params = saved.load(evaluation_setup.synced_dtype(saved, task.config))

@@ -132,7 +132,7 @@ def parse_settings(
     """
     overrides, arguments = split_overrides(words)
     # The short name of a setting: its last name, where no other setting has it.
-    settings: dict[str, str] = {}
+    settings = {}
     last_names = [name.rpartition(".")[2] for name in setting_names()]
     for last_name, name in zip(last_names, setting_names(), strict=True):
         if last_names.count(last_name) == 1:
@@ -158,8 +158,8 @@ def split_overrides(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     Raises:
         UserError: in one line, for a missing value, an unknown setting, or text of another type.
     """
-    overrides: dict[str, Any] = {}
-    other_words: list[str] = []
+    overrides = {}
+    other_words = []
     unread = iter(words)
     for word in unread:
         name, equals, value = word.lstrip("-").partition("=")
@@ -197,7 +197,7 @@ def _read(location: str) -> dict[str, Any]:
             f"--config: {location}: holds {shorten(values)}, must hold settings by section"
         )
 
-    settings: dict[str, Any] = {}
+    settings = {}
     for name, value in flatten(values).items():
         if isinstance(value, str):
             value = parse_value(name, value)

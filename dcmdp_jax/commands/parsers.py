@@ -113,7 +113,7 @@ def evaluate() -> Parser:
     )
     add(
         "--top-p",
-        type=real(0, 1),
+        type=real(1),
         help="top-p of sampling (default: the run's; without a run 1, as in the paper)",
     )
     add(
@@ -211,7 +211,7 @@ def probe() -> Parser:
         "--no-rescoring", action="store_true", help="diagnose from the recorded log-probs only"
     )
 
-    share = real(0, 1)
+    share = real(1)
     add = parser.add_argument
     add(
         "--tolerance",
@@ -280,7 +280,7 @@ def add_engines(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
     )
     add(
         "--top-p",
-        type=real(0, 1),
+        type=real(1),
         default=1.0,
         metavar="P",
         help="top-p of sampling (default: %(default)s)",

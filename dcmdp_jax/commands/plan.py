@@ -22,7 +22,6 @@ from dcmdp_jax.plan.topologies import (
     chip_and_count,
     known_topologies,
     load_topology,
-    platform_of,
     set_environment,
 )
 
@@ -35,7 +34,7 @@ def main(argv: list[str]) -> int:
         config = load.for_supervision(config)
     if arguments.topology is None:
         raise UserError(f"--topology is missing; known are {known_topologies()}")
-    programs = tuple(name for name in arguments.programs.split(",") if name)
+    programs = [name for name in arguments.programs.split(",") if name]
     for name in programs:
         if name not in PROGRAMS:
             raise UserError(
@@ -43,8 +42,8 @@ def main(argv: list[str]) -> int:
                 f"{suggestion(name, PROGRAMS)}"
             )
 
-    _, devices = chip_and_count(arguments.topology)
-    check_run(config, platform_of(arguments.topology), devices)
+    chip, devices = chip_and_count(arguments.topology)
+    check_run(config, chip.platform, devices)
     set_environment()
     topology = load_topology(arguments.topology)
     tell = functools.partial(print, flush=True)

@@ -17,6 +17,7 @@ docs/probe.md has the engines' names and what the causes rest on.
 """
 
 import argparse
+import collections
 import dataclasses
 import functools
 import sys
@@ -226,13 +227,11 @@ def _reserve_device_shares(
     Engines that sample run one after the other.
     """
     by_record = {spec.record: spec for spec in (*sampling_specs, scoring_spec) if spec.record}
+    counts = collections.Counter({spec.record for spec in sampling_specs})
+    counts[scoring_spec.record] += 1
     for record, spec in by_record.items():
-        count = 0
-        if any(spec.record is record for spec in sampling_specs):
-            count += 1
-        if scoring_spec.record is record:
-            count += 1
-        record.reserve_device_share(settings_of(settings_for(spec, rollout), record), count)
+        settings = settings_of(settings_for(spec, rollout), record)
+        record.reserve_device_share(settings, counts[record])
 
 
 def _measure_recording(arguments: argparse.Namespace) -> tuple[str, Measured]:
@@ -318,14 +317,13 @@ def _by_format(arguments: argparse.Namespace) -> Measured:
 
 def _own_run(files: list[RecordedFile]) -> Path | None:
     """The run directory of a recording of ours, if its metrics are there."""
-    if files[0].framework != "dcmdp":
+    runs = {file.path.parent.parent for file in files}
+    if files[0].framework != "dcmdp" or len(runs) > 1:
         return None
-    run = files[0].path.parent.parent
-    if any(file.path.parent.parent != run for file in files):
-        return None
-    if not (run / METRICS_FILE).is_file() or not (run / CONFIG_FILE).is_file():
-        return None
-    return run
+    [run] = runs
+    if (run / METRICS_FILE).is_file() and (run / CONFIG_FILE).is_file():
+        return run
+    return None
 
 
 def _by_columns(arguments: argparse.Namespace, names: dict[str, str]) -> Measured:

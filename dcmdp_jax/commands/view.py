@@ -31,7 +31,7 @@ _EVALUATION = ".problems.jsonl"
 def main(argv: list[str]) -> None:
     """Parse the arguments (program name first), write the page, print where it is."""
     arguments = parsers.view().parse_args(argv[1:])
-    paths: list[Path] = []
+    paths = []
     for path in map(Path, arguments.paths):
         paths += _evaluations_in(path) or [path]
     runs = [path for path in paths if (path / jsonl.METRICS_FILE).is_file()]
@@ -45,19 +45,19 @@ def main(argv: list[str]) -> None:
             f"--out: got {out}, a directory is written; name one, {_PAGE_FILE} goes into it"
         )
 
-    if len(runs) > 1:
-        labels = report.labels_of([path.resolve() for path in runs])
+    if runs:
+        labels = [None]
+        if len(runs) > 1:
+            labels = report.labels_of([path.resolve() for path in runs])
         sources = [
             _of_run(run, label, arguments.tokenizer)
             for run, label in zip(runs, labels, strict=True)
         ]
-    elif runs:
-        sources = [_of_run(runs[0], None, arguments.tokenizer)]
     elif all(path.name.endswith(_EVALUATION) for path in paths):
         sources = [_evaluated(paths)]
     else:
         sources = [_recorded(arguments.paths, None, arguments.tokenizer)]
-    completions: list[Completion] = []
+    completions = []
     for source in sources:
         completions += _even_share(source, arguments.completions)
     if not completions:
@@ -126,7 +126,7 @@ def _evaluated(paths: list[Path]) -> Iterator[Completion]:
 def _recorded(paths: list[str], label: str | None, tokenizer: str | None) -> Iterator[Completion]:
     """Completions whose tokens were recorded, as text by a tokenizer, or as ids without one."""
     if tokenizer is None:
-        word: Callable[[int], str] = " {}".format
+        word = " {}".format
 
         def decode(ids: tuple[int, ...]) -> str:
             return "".join(map(word, ids))
@@ -191,7 +191,7 @@ def _top_tokens(
     rollout_logprobs: np.ndarray,
 ) -> list[tuple[str, float, float]]:
     """Text, p and q of the first of the engine's top-k tokens in a state."""
-    count = min(MOST_LISTED, int((ids >= 0).sum()))
+    count = min(MOST_LISTED, (ids >= 0).sum())
     texts = map(word, ids[:count].tolist())
     p = np.exp(train_logprobs[:count]).tolist()
     q = np.exp(rollout_logprobs[:count]).tolist()
@@ -200,7 +200,7 @@ def _top_tokens(
 
 def _even_share(completions: Iterator[Completion], limit: int) -> list[Completion]:
     """An even share of at most `limit`, in bounded memory."""
-    share: list[Completion] = []
+    share = []
     stride = 1
     for number, completion in enumerate(completions):
         if number % stride == 0:
@@ -223,7 +223,7 @@ def _advantage(cells: dict[str, Any]) -> float | None:
     if not values:
         return None
     nonzero = [value for value in values if value]
-    return float(np.mean(nonzero or values))
+    return np.mean(nonzero or values)
 
 
 def _text(value: Any) -> str:
@@ -237,4 +237,4 @@ def _number(value: Any) -> float | None:
         value = value[0]
     if not isinstance(value, int | float | np.number):
         return None
-    return float(value)
+    return value

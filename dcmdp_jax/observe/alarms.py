@@ -57,7 +57,6 @@ _LAMBDA_RISE = 1.5
 """Last over first lambda of a window that is rising."""
 _STEADY = 0.9
 """Rank correlation with the step of a lambda that rises steadily over the window."""
-_SYNC_ROUNDING = "mismatch/sync_rounding"
 _MOSTLY_KEPT = 0.7
 """Norm that rounding keeps back, over the update's, with which hardly any of it arrives."""
 _BEHIND = 10.0
@@ -159,7 +158,7 @@ def alarms(series: Series) -> list[Alarm]:
     shorter than the window raises none but `penalty` by its share. That share and its 5 steps were
     chosen on long completions (docs/evidence.md), the other numbers of `penalty` are guesses.
     """
-    raised: dict[str, Alarm] = {}
+    raised = {}
     for name, rule in _RULES.items():
         if raised.keys() & _EXPLAINED_BY.get(name, set()):
             continue
@@ -186,16 +185,34 @@ def broken_completions(discrepancy: np.ndarray) -> float:
 
 def _last(series: Series, name: str, count: int = WINDOW) -> np.ndarray:
     """The last `count` values; all NaN, so that no rule holds, if fewer or one is not finite."""
-    values = np.asarray(series.get(name, _NOTHING)[1][-count:], np.float64)
+    _, values = series.get(name, _NOTHING)
+    values = values[-count:]
     if len(values) < count or not np.isfinite(values).all():
         return np.full(count, np.nan)
     return values
 
 
+def finite_points(series: Series, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a metric, where they are finite; none if it was not recorded."""
+    steps, values = series.get(name, _NOTHING)
+    is_finite = np.isfinite(values)
+    return steps[is_finite], values[is_finite]
+
+
 def finite_values(series: Series, name: str) -> np.ndarray:
     """The finite values of a metric, in the order of the steps."""
-    values = series.get(name, _NOTHING)[1]
-    return values[np.isfinite(values)]
+    _, values = finite_points(series, name)
+    return values
+
+
+def until(series: Series, step: int) -> Series:
+    """The metrics up to a step, without those that were recorded later only."""
+    earlier = {}
+    for name, (steps, values) in series.items():
+        before = steps <= step
+        if before.any():
+            earlier[name] = steps[before], values[before]
+    return earlier
 
 
 def last_value(series: Series, name: str) -> float:
@@ -235,7 +252,7 @@ def _mixed_lag(series: Series, count: int = WINDOW) -> float:
 
 def _discrepancies(series: Series) -> np.ndarray:
     """The mean discrepancy of every step; empty if one is not finite, or mixes staleness in."""
-    values = np.asarray(series.get("discrepancy/mean", _NOTHING)[1], np.float64)
+    _, values = series.get("discrepancy/mean", _NOTHING)
     if _mixed_lag(series) or not np.isfinite(values).all():
         return np.zeros(0)
     return values
@@ -341,7 +358,7 @@ def _rises_in_vain(series: Series, share: float) -> bool:
 
 def _penalty(series: Series) -> Iterator[str]:
     """The penalty is much of the update, costs a token an advantage, or lambda rises in vain."""
-    recorded = series.get("dual/multiplier", _NOTHING)[1]
+    _, recorded = series.get("dual/multiplier", _NOTHING)
     multiplier = _last(series, "dual/multiplier")
     share = _penalty_share(series)
     penalties = (multiplier * _last(series, "discrepancy/max"))[-_LATEST_STEPS:]
@@ -381,7 +398,7 @@ def _weight_sync(series: Series) -> Iterator[str]:
     usual, last, start = jump
 
     # A reward that fell first says that the policy, not the weight sync, made the discrepancy.
-    rewards = np.asarray(series.get("reward/mean", _NOTHING)[1], np.float64)
+    _, rewards = series.get("reward/mean", _NOTHING)
     if len(rewards) == len(series["discrepancy/mean"][1]) and start >= _LATEST_STEPS:
         usual_reward = np.median(rewards[:-WINDOW])
         lowest = usual_reward - _REWARD_FALL * abs(usual_reward)
@@ -405,7 +422,7 @@ def _unseen_updates(series: Series) -> Iterator[str]:
     if _rank_correlation(delta) < _STEADY_BEHIND:
         return
 
-    rounding = np.median(_last(series, _SYNC_ROUNDING))
+    rounding = np.median(_last(series, "mismatch/sync_rounding"))
     surprise = _last(series, "engine/surprise", len(delta))
     first_third, _, last_third = np.array_split(surprise, 3)
     before = first_third.mean()

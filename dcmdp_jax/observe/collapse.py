@@ -1,11 +1,10 @@
 """Whether a mismatch explains that the reward fell: signs in a run's metrics, with advice."""
 
-import collections
 import dataclasses
 
 import numpy as np
 
-from dcmdp_jax.observe.alarms import ALARMS, Series
+from dcmdp_jax.observe.alarms import ALARMS, Series, finite_points, finite_values, until
 
 LEAST_STEPS = 10
 """Steps from which on a fall of the reward is judged."""
@@ -14,6 +13,8 @@ _STILL_HIGH = 0.9
 _DOUBLED = 2
 _FEW_LOST = 0.95
 """Effective sample size from which on a steady mismatch is small."""
+_MANY_LOST = 0.8
+"""Effective sample size below which few tokens carry the update."""
 _OTHER_ALERTS = ("penalty", "identical", "rounding", "truncation")
 """Alerts that are about something else than the mismatch."""
 
@@ -35,31 +36,24 @@ class _Sign:
     above: float = np.inf
     below: float = -np.inf
 
-    def holds(self, values: np.ndarray, window: int) -> bool:
+    def holds(self, series: Series, window: int) -> bool:
         """Whether the mean of the last `window` values is beyond a bound; no value: False."""
+        values = finite_values(series, self.metric)
         if not len(values):
             return False
         last = values[-window:].mean()
         if self.is_relative:
             last = _growth(values, window)
-        return bool(last > self.above or last < self.below)
+        return last > self.above or last < self.below
 
 
 def _growth(values: np.ndarray, window: int) -> float:
     """The mean of the last `window` values over that of the first; NaN if that is not positive."""
     if not len(values) or values[:window].mean() <= 0:
         return np.nan
-    return float(values[-window:].mean() / values[:window].mean())
+    return values[-window:].mean() / values[:window].mean()
 
 
-_SUPPORTING = (
-    _Sign(
-        metric="mismatch/effective_sample_size",
-        below=0.8,
-        advice="The effective sample size was below 80%: few tokens carry the update. Compare the "
-        "mitigations of docs/remedies.md.",
-    ),
-)
 _OPPOSING = (
     _Sign(
         metric="reward/all_equal_groups",
@@ -125,7 +119,7 @@ def collapse_signs(series: Series) -> CollapseSigns | None:
     is measured from its lowest value. What happens between the earliest and the latest beginning of
     the fall decides nothing.
     """
-    steps, rewards = _finite(series, "reward/mean")
+    steps, rewards = finite_points(series, "reward/mean")
     if len(steps) < LEAST_STEPS:
         return None
     window = len(steps) // 10
@@ -133,15 +127,14 @@ def collapse_signs(series: Series) -> CollapseSigns | None:
     if fall is None:
         return None
     earliest, latest = fall
-    before = _values_until(series, earliest)
+    before = until(series, earliest)
     supporting = []
     opposing = []
     undecided = []
 
-    times, discrepancies = _finite(series, "discrepancy/mean")
-    growth = _growth(discrepancies[times <= earliest], window)
-    later_growth = _growth(discrepancies[times <= latest], window)
-    sizes = before["mismatch/effective_sample_size"][:window]
+    growth = _growth(finite_values(before, "discrepancy/mean"), window)
+    later_growth = _growth(finite_values(until(series, latest), "discrepancy/mean"), window)
+    sizes = finite_values(before, "mismatch/effective_sample_size")
     if growth > _DOUBLED:
         supporting.append(
             "The discrepancy had doubled before the reward fell: repair what dcmdp probe names; "
@@ -152,22 +145,24 @@ def collapse_signs(series: Series) -> CollapseSigns | None:
             f"The discrepancy doubled between steps {earliest} and {latest}, in which the reward "
             "began to fall."
         )
-    elif growth < _DOUBLED and len(sizes) and sizes.mean() < _FEW_LOST:
+    elif growth < _DOUBLED and len(sizes) and sizes[:window].mean() < _FEW_LOST:
         undecided.append(
             "The discrepancy had not doubled, but the mismatch was large from the first step on: "
-            f"an effective sample size of {sizes.mean():.0%}."
+            f"an effective sample size of {sizes[:window].mean():.0%}."
         )
     elif growth < _DOUBLED:
         opposing.append("The discrepancy had not doubled when the reward fell.")
 
-    for sign in _SUPPORTING:
-        if sign.holds(before[sign.metric], window):
-            supporting.append(sign.advice)
+    if len(sizes) and sizes[-window:].mean() < _MANY_LOST:
+        supporting.append(
+            "The effective sample size was below 80%: few tokens carry the update. Compare the "
+            "mitigations of docs/remedies.md."
+        )
     for name, metric in ALARMS.items():
-        if name not in _OTHER_ALERTS and np.any(before[metric]):
+        if name not in _OTHER_ALERTS and np.any(finite_values(before, metric)):
             supporting.append(f"The alert {name} was raised before the reward fell.")
     for sign in _OPPOSING:
-        if sign.holds(before[sign.metric], window):
+        if sign.holds(before, window):
             opposing.append(sign.advice)
     return CollapseSigns(
         step=earliest, supporting=supporting, opposing=opposing, undecided=undecided
@@ -182,31 +177,15 @@ def _fall(steps: np.ndarray, rewards: np.ndarray, window: int) -> tuple[int, int
     """
     means = np.convolve(rewards, np.full(window, 1 / window), "valid")
     heights = means - min(0.0, means.min())
-    best = int(np.argmax(heights))
+    best = np.argmax(heights)
     is_low = heights < heights[best] / 2
     if not is_low[-1]:
         return None
-    before_low = heights[: best + int(np.argmax(is_low[best:]))]
-    usual = float(np.median(before_low[before_low >= heights[best] / 2]))
+    before_low = heights[: best + np.argmax(is_low[best:])]
+    usual = np.median(before_low[before_low >= heights[best] / 2])
 
     def last_step_near(height: float) -> int:
         last = np.flatnonzero(before_low >= _STILL_HIGH * height)[-1]
         return int(steps[last + window - 1])
 
     return last_step_near(heights[best]), last_step_near(usual)
-
-
-def _values_until(series: Series, step: int) -> dict[str, np.ndarray]:
-    """The finite values of each metric up to a step; none of one that was not recorded."""
-    values_until = collections.defaultdict(lambda: np.zeros(0))
-    for name in series:
-        steps, values = _finite(series, name)
-        values_until[name] = values[steps <= step]
-    return values_until
-
-
-def _finite(series: Series, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """Steps and values of a metric, where they are finite."""
-    steps, values = series.get(name, (np.zeros(0), np.zeros(0)))
-    is_finite = np.isfinite(values)
-    return steps[is_finite], values[is_finite]

@@ -10,7 +10,7 @@ a missing one, and Python's `float()` and pandas convert the strings back.
 import json
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,31 +108,28 @@ def is_number(value: object) -> bool:
     )
 
 
-def readable(path: Path, allowed: Callable[[Any], bool] | None = None) -> list[Record]:
+def readable(path: Path) -> list[Record]:
     """All records that can be read, for readers that must not stop a run; see `truncate`."""
     if not path.exists():
         return []
-    return [record for *_, record in _lines(path, allowed) if record is not None]
+    return [record for *_, record in _lines(path, checked=True) if record is not None]
 
 
-def truncate(
-    path: Path, last_step: float = math.inf, allowed: Callable[[Any], bool] | None = None
-) -> None:
+def truncate(path: Path, last_step: float = math.inf) -> None:
     """Atomically drop the records of steps after `last_step`, and unreadable lines.
 
     A file that needs no change is not touched. An unreadable line in the middle (after a power cut)
-    is dropped with a warning: a metric line must not stop a run from resuming.
+    is dropped with a warning: a metric line must not stop a run from resuming. A line of
+    `METRICS_FILE` is unreadable too where a value is no number.
 
     Args:
         path: file of records with "step"; may be missing.
         last_step: the last step to keep.
-        allowed: whether a record may have a value; a line with another one is unreadable. None
-            allows all.
     """
     if not path.exists():
         return
     lines = []
-    for number, complete, line, record in _lines(path, allowed):
+    for number, complete, line, record in _lines(path, checked=True):
         step = None if record is None else record.get("step")
         if isinstance(step, int):
             if step <= last_step:
@@ -147,9 +144,13 @@ def truncate(
 
 
 def _lines(
-    path: Path, allowed: Callable[[Any], bool] | None = None
+    path: Path, *, checked: bool = False
 ) -> Iterator[tuple[int, bool, bytes, Record | None]]:
-    """Yield (number, ends in a newline, bytes, record or None if unreadable) of non-empty lines."""
+    """Yield (number, ends in a newline, bytes, record or None if unreadable) of non-empty lines.
+
+    `checked` holds the values of metrics to be numbers.
+    """
+    numbers_only = checked and path.name == METRICS_FILE
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
@@ -158,9 +159,10 @@ def _lines(
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
-            is_readable = isinstance(record, dict) and (
-                allowed is None or all(map(allowed, record.values()))
-            )
-            if not is_readable:
+            if (
+                not isinstance(record, dict)
+                or numbers_only
+                and not all(map(is_number, record.values()))
+            ):
                 record = None
             yield number, line.endswith(b"\n"), line, record

@@ -124,7 +124,7 @@ class MetricsWriter:
     Args:
         run_dir: made if absent.
         projects: "wandb" or "trackio" -> project to mirror scalars and samples to (`Tracker`); ""
-            for none.
+            for none. `trackers.require_tracker` has checked them.
         resume_step: the last finished step of the checkpoint the run continues from. None starts a
             new run; lines of an earlier attempt without a checkpoint are moved to
             `metrics.jsonl.previous`.
@@ -134,8 +134,7 @@ class MetricsWriter:
         listener: called with (step, host values) as each line is written, for a live display.
 
     Raises:
-        UserError: if the run directory can't be written, or a tracker is not installed or does not
-            start.
+        UserError: if the run directory can't be written, or a tracker does not start.
     """
 
     def __init__(
@@ -149,9 +148,6 @@ class MetricsWriter:
         devices: int | None = None,
         started: datetime | None = None,
     ) -> None:
-        projects = {kind: project for kind, project in projects.items() if project}
-        for kind, project in projects.items():
-            trackers.require_tracker(kind, project)
         self._listener = listener
         self._step = 0
         self._closed = False
@@ -170,7 +166,9 @@ class MetricsWriter:
             ) from error
         record_start(run_dir, resume_step or 0, devices or jax.device_count(), started)
         self._trackers = [
-            trackers.Tracker(kind, project, run_dir) for kind, project in projects.items()
+            trackers.Tracker(kind, project, run_dir)
+            for kind, project in projects.items()
+            if project
         ]
 
         # It imports torch wherever torch is installed: five seconds before every error message.
@@ -309,7 +307,7 @@ class NoWriter:
 
 def has_record(run_dir: str | Path, step: int, prefix: str) -> bool:
     """Whether a metric of `step` whose name starts with `prefix` is on disk."""
-    for record in jsonl.readable(Path(run_dir) / METRICS_FILE, jsonl.is_number):
+    for record in jsonl.readable(Path(run_dir) / METRICS_FILE):
         if record.get("step") == step and any(name.startswith(prefix) for name in record):
             return True
     return False
@@ -372,8 +370,7 @@ def without_placeholder(series: Series, measured_steps: int) -> Series:
 def _prepare(path: Path, resume_step: int | None) -> None:
     """Cut a file to the records up to a step, or begin a new one and keep the old one aside."""
     if resume_step is not None:
-        allowed = jsonl.is_number if path.name == METRICS_FILE else None
-        jsonl.truncate(path, resume_step, allowed)
+        jsonl.truncate(path, resume_step)
     elif path.exists() and path.stat().st_size:
         aside = path.with_name(path.name + ".previous")
         os.replace(path, aside)

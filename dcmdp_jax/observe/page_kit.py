@@ -311,7 +311,7 @@ def completions_data(
         most_tokens //= 1 + MOST_LISTED  # a listed token takes what a token does
 
     def tokens_if_cut(longest: int) -> int:
-        return int((np.minimum(lengths, longest) + _OVERHEAD).sum())
+        return (np.minimum(lengths, longest) + _OVERHEAD).sum()
 
     longest = _LEAST_SHOWN
     for limit in range(_LEAST_SHOWN, _MOST_SHOWN + 1, 50):
@@ -328,7 +328,7 @@ def completions_data(
         for p, q in zip(row.get("p", ()), row.get("q", ()), strict=True):
             if p is not None:
                 differences.append(abs(p - q))
-    full_color = float(np.quantile(differences or [0], _FULL_COLOR))
+    full_color = np.quantile(differences or [0], _FULL_COLOR)
     return {
         "words": list(words),
         "rows": rows,
@@ -362,12 +362,11 @@ def _row(completion: Completion, words: dict[str, int], longest: int) -> dict[st
         }
         return row
 
-    p = np.asarray(completion.train_probs, float)
-    q = np.asarray(completion.rollout_probs, float)
-    sampled = np.isfinite(p) & np.isfinite(q)
+    differences = completion.train_probs - completion.rollout_probs
+    sampled = np.isfinite(differences)
     mean = None
     if sampled.any():
-        mean = float(np.abs(p - q)[sampled].mean())
+        mean = np.abs(differences[sampled]).mean()
     tokens = completion.tokens[:longest]
 
     def word_number(word: str) -> int:
@@ -378,18 +377,16 @@ def _row(completion: Completion, words: dict[str, int], longest: int) -> dict[st
         "length": len(completion.tokens),
         "more": len(completion.tokens) - len(tokens),
         "tokens": list(map(word_number, tokens)),
-        "p": _in_units(p[:longest], sampled[:longest]),
-        "q": _in_units(q[:longest], sampled[:longest]),
+        "p": _in_units(completion.train_probs, sampled[:longest]),
+        "q": _in_units(completion.rollout_probs, sampled[:longest]),
     }
     if completion.top is not None:
         row["top"] = []
         for state in completion.top[:longest]:
-            row["top"].append(
-                [
-                    (word_number(word), round(_UNIT * train), round(_UNIT * rollout))
-                    for word, train, rollout in state
-                ]
-            )
+            listed = []
+            for word, p, q in state:
+                listed.append((word_number(word), round(_UNIT * p), round(_UNIT * q)))
+            row["top"].append(listed)
     return row
 
 
@@ -403,9 +400,9 @@ def _without_middle(prompt: str) -> str:
 
 
 def _in_units(probabilities: np.ndarray, sampled: np.ndarray) -> list[int | None]:
-    """Probabilities in whole units for JSON, None where no token was sampled."""
-    units: list[int | None] = []
-    for probability, is_sampled in zip(probabilities.tolist(), sampled, strict=True):
+    """The first probabilities in whole units for JSON, None where no token was sampled."""
+    units = []
+    for probability, is_sampled in zip(probabilities.tolist(), sampled, strict=False):
         units.append(round(_UNIT * probability) if is_sampled else None)
     return units
 

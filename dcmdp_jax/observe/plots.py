@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter, StrMethodFormatter
 
 from dcmdp_jax.number_format import percent
-from dcmdp_jax.observe.alarms import finite_values, last_value
+from dcmdp_jax.observe.alarms import finite_points, finite_values, last_value
 from dcmdp_jax.observe.metric_names import STEP_PHASES, form_of_score
 from dcmdp_jax.observe.metrics_io import Series
 from dcmdp_jax.observe.page_kit import COLORS, INK, LEGEND, make_figure, style_axes
@@ -100,7 +100,7 @@ def _draw(title: str, panels: Callable[[Runs], Iterable[Panel]], runs: Runs) -> 
     last_step = 0
     for series in runs.values():
         for steps, _ in series.values():
-            last_step = max(last_step, int(steps.max(initial=0)))
+            last_step = max(last_step, steps[-1])
     for axes, panel in zip(all_axes, recorded_panels, strict=False):
         if panel.draw is not None:
             panel.draw(axes, runs)
@@ -122,18 +122,16 @@ def _draw_curves(axes: Axes, panel: Panel, runs: Runs) -> None:
             if name not in series:
                 continue
             # A color is a run, and a line style a metric; of a single run a color is a metric.
+            color = name_index
+            style = 0
+            text = short(name) if several else panel.label or label
             if len(runs) > 1:
-                text = f"{label}: {short(name)}" if several else label
                 color = run_index
-                line = color // len(COLORS) + name_index
-            else:
-                text = panel.label or label
-                if several:
-                    text = short(name)
-                color = name_index
-                line = color // len(COLORS)
+                style = name_index
+                text = f"{label}: {short(name)}" if several else label
+            style += color // len(COLORS)
             curve = functools.partial(
-                axes.plot, color=_color(color), linestyle=_LINE_STYLES[line % len(_LINE_STYLES)]
+                axes.plot, color=_color(color), linestyle=_LINE_STYLES[style % len(_LINE_STYLES)]
             )
             steps, values = series[name]
             values = np.where(np.isfinite(values), values, np.nan)
@@ -182,19 +180,17 @@ def _draw_tolerance(axes: Axes, runs: Runs) -> None:
             color = _color(index)
             suffix = f", {label}"
 
-        if "dual/tolerance" in series:
-            steps, tolerances = series["dual/tolerance"]
-            finite = np.isfinite(tolerances)
-            if finite.any():
-                axes.plot(
-                    steps[finite],
-                    tolerances[finite],
-                    linestyle="--",
-                    label=f"tolerance c = {tolerances[finite][-1]:g}{suffix}",
-                    color=color,
-                    linewidth=1.3,
-                    zorder=2,
-                )
+        steps, tolerances = finite_points(series, "dual/tolerance")
+        if len(steps):
+            axes.plot(
+                steps,
+                tolerances,
+                linestyle="--",
+                label=f"tolerance c = {tolerances[-1]:g}{suffix}",
+                color=color,
+                linewidth=1.3,
+                zorder=2,
+            )
 
         floor = last_value(series, "mismatch/noise_floor")
         if np.isfinite(floor):
@@ -212,9 +208,9 @@ def _draw_interval(axes: Axes, runs: Runs, *, name: str) -> None:
     """Shade each run's 95% interval of `eval/TASK/avg@K` in the color of its curve."""
     task = name.removeprefix("eval/").partition("/avg@")[0]
     for index, series in enumerate(runs.values()):
-        bounds = [series.get(f"eval_interval/{task}/{bound}") for bound in ("low", "high")]
-        if None not in bounds:
-            (steps, low), (_, high) = bounds
+        if f"eval_interval/{task}/low" in series:
+            steps, low = series[f"eval_interval/{task}/low"]
+            _, high = series[f"eval_interval/{task}/high"]
             axes.fill_between(steps, low, high, color=_color(index), alpha=0.15, linewidth=0)
 
 
@@ -225,7 +221,7 @@ def _draw_phases(axes: Axes, runs: Runs) -> None:
         start = 0.0
         for phase in phases:
             values = finite_values(series, f"time/{phase}")
-            seconds = float(np.median(values)) if len(values) else 0.0
+            seconds = np.median(values) if len(values) else 0.0
             axes.barh(
                 row,
                 seconds,

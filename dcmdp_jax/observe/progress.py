@@ -39,9 +39,6 @@ class Progress(Activity):
         start_step: finished steps at the start; above 0 for a resumed run.
         measured_steps: first steps, on which c is measured: none is shown there.
         clock: seconds, monotonic.
-
-    Raises:
-        ValueError: unless 0 <= start_step <= total_steps.
     """
 
     def __init__(
@@ -52,10 +49,6 @@ class Progress(Activity):
         measured_steps: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if not 0 <= start_step <= total_steps:
-            raise ValueError(
-                f"start_step is {start_step}; allowed: 0 to total_steps = {total_steps}"
-            )
         super().__init__("training", total_steps, "steps", start_step, clock(), stays=True)
         self._first = start_step + 1
         self._measured = measured_steps
@@ -85,7 +78,7 @@ class Progress(Activity):
             self.done = step
             self._last_step_at = now
         for name, value in metrics.items():
-            self._values[name] = math.nan if value is None else float(value)
+            self._values[name] = math.nan if value is None else value
         if self._live:
             refresh()
             return

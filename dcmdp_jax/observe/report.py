@@ -16,18 +16,20 @@ from dcmdp_jax.errors import UserError
 from dcmdp_jax.inputs import read_json_object
 from dcmdp_jax.number_format import duration, number, percent
 from dcmdp_jax.observe import jsonl, metric_names, page_kit, plots
-from dcmdp_jax.observe.alarms import alarms, bounded_metric, finite_values, last_value
+from dcmdp_jax.observe.alarms import (
+    alarms,
+    bounded_metric,
+    finite_points,
+    finite_values,
+    last_value,
+    until,
+)
 from dcmdp_jax.observe.collapse import collapse_signs
 from dcmdp_jax.observe.metrics_io import Series, read_metrics, without_placeholder
 
 _STUCK_STEPS = 5
 """Last steps with lambda at its cap that are worth a warning: a guess."""
-_ENGINE_SETTINGS = (
-    "rollout.engine",
-    "rollout.precision",
-    "rollout.compute_dtype",
-    "rollout.kv_cache_dtype",
-)
+_ENGINE_FORMATS = ("precision", "compute_dtype", "kv_cache_dtype")
 _SHARES = {
     "completion/truncated_fraction": (
         0.5,
@@ -61,6 +63,13 @@ class Fact:
     value: str
     details: str = ""
 
+    @property
+    def text(self) -> str:
+        """The value with the details."""
+        if not self.details:
+            return self.value
+        return f"{self.value} ({self.details})"
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RecordedRun:
@@ -84,12 +93,7 @@ class RecordedRun:
 
     def until(self, step: int) -> Self:
         """The same run with its metrics up to a step."""
-        series = {}
-        for name, (steps, values) in self.series.items():
-            before = steps <= step
-            if before.any():
-                series[name] = steps[before], values[before]
-        return dataclasses.replace(self, series=series)
+        return dataclasses.replace(self, series=until(self.series, step))
 
 
 Runs = Sequence[RecordedRun]
@@ -111,7 +115,7 @@ def read_run(
         OSError: if a file can't be read.
     """
     run_dir = Path(run_dir)
-    series: Series = {}
+    series = {}
     if not without_metrics or (run_dir / jsonl.METRICS_FILE).is_file():
         series = read_metrics(run_dir)
     config = {}
@@ -191,18 +195,15 @@ def report_content(runs: Runs) -> dict[str, Any]:
         runs: one or more; several are compared.
     """
     several = len(runs) > 1
-    origin = [] if several else list(provenance(runs[0]).values())
-    verdicts = []
     problems = []
     for run in runs:
         label = f"{run.label}: " if several else ""
-        verdicts.append(verdict(run))
         problems += [label + text for text in warnings(run.series)]
     return {
         "title": " / ".join(run.label for run in runs),
         "labels": [run.label for run in runs],
-        "verdicts": verdicts,
-        "provenance": origin,
+        "verdicts": [verdict(run) for run in runs],
+        "provenance": [] if several else provenance(runs[0]).values(),
         "facts": facts(runs[0]),
         "comparison": _comparison(runs),
         "problems": problems,
@@ -217,12 +218,7 @@ def _comparison(runs: Runs) -> list[list[str]]:
     """The facts of all runs: a row is a fact's name and its value in each."""
     columns = []
     for run in runs:
-        column = {}
-        for fact in facts(run):
-            column[fact.name] = fact.value
-            if fact.details:
-                column[fact.name] += f" ({fact.details})"
-        columns.append(column)
+        columns.append({fact.name: fact.text for fact in facts(run)})
     return _rows_by_key(columns)
 
 
@@ -246,7 +242,7 @@ def _held_out(runs: Runs) -> list[tuple[str, list[str], list[jsonl.Record]]]:
 
         for task, records in by_task.items():
             steps = [step for step, _ in records]
-            ends = list(dict.fromkeys((min(steps), max(steps))))
+            ends = sorted({min(steps), max(steps)})
             problems = []
             for (step, problem), record in records.items():
                 if step == ends[0]:
@@ -297,11 +293,10 @@ def _metrics(runs: Runs) -> dict[str, Any]:
         metric = metric_names.metric_of(name)
         write = number
         unit = metric.unit
-        if metric.unit == "fraction":
+        if unit == "fraction":
             write = percent
             unit = "share"
-        cells = [write(float(value)) for value in row_values]
-        rows.append([name, *cells, unit, metric.description])
+        rows.append([name, *map(write, row_values), unit, metric.description])
     return {"header": ["metric", *columns, "unit", "meaning"], "rows": rows}
 
 
@@ -309,7 +304,8 @@ def facts(run: RecordedRun) -> list[Fact]:
     """The facts that a run recorded, in the order to show them."""
     series = run.series
     run_facts = [Fact("Training steps", str(_steps(series)))]
-    run_facts += [*_score_facts(series), *_mismatch_facts(series)]
+    run_facts += _score_facts(series)
+    run_facts += _mismatch_facts(series)
 
     speeds = finite_values(series, "throughput/tokens_per_second")
     if len(speeds):
@@ -320,8 +316,11 @@ def facts(run: RecordedRun) -> list[Fact]:
         speed = f"{number(_median(speeds), ',.0f')} tokens/s"
         details = f"median step; {duration(total)} in training steps"
         run_facts.append(Fact("Throughput", speed, details=details))
-    run_facts += [fact for fact in (overlap(series), legs(series)) if fact]
-    return [*run_facts, *_replica_facts(run), *_setting_facts(run.config)]
+    run_facts += _overlap_facts(series)
+    run_facts += _leg_facts(series)
+    run_facts += _replica_facts(run)
+    run_facts += _setting_facts(run.config)
+    return run_facts
 
 
 def _score_facts(series: Series) -> Iterator[Fact]:
@@ -333,7 +332,7 @@ def _score_facts(series: Series) -> Iterator[Fact]:
         values = score.values
         gain = values[-1] - values[0]
         gained = f"{100 * gain:+.1f} points" if score.text is percent else f"{gain:+.4g}"
-        best = int(np.argmax(values))
+        best = np.argmax(values)
         yield Fact(
             f"Validation {score.name}",
             f"{score.text(values[0])} → {score.text(values[-1])}",
@@ -382,15 +381,15 @@ def _replica_facts(run: RecordedRun) -> Iterator[Fact]:
 
 
 def _setting_facts(config: Mapping[str, Any]) -> Iterator[Fact]:
-    engine = []
-    if not _supervised(config):
-        for name in _ENGINE_SETTINGS:
-            if config.get(name) is not None:
-                engine.append(f"{name.rpartition('.')[2]} {config[name]}".removeprefix("engine "))
-    if engine:
-        yield Fact("Engine", engine[0], details=", ".join(engine[1:]))
+    if "rollout.engine" in config and not _supervised(config):
+        formats = []
+        for name in _ENGINE_FORMATS:
+            value = config.get(f"rollout.{name}")
+            if value is not None:
+                formats.append(f"{name} {value}")
+        yield Fact("Engine", config["rollout.engine"], details=", ".join(formats))
     if config.get("task.train"):
-        yield Fact("Training data", str(config["task.train"]))
+        yield Fact("Training data", config["task.train"])
     if config:
         yield Fact("Started from", config.get("model.path") or "a fresh model")
 
@@ -450,27 +449,24 @@ def provenance(run: RecordedRun) -> dict[str, str]:
 
 def _begins_at_cap(run: RecordedRun) -> bool:
     config = run.config
-    first = config.get("algorithm.multiplier")
-    if not config.get("algorithm.dual_learning_rate"):
-        return False
-    if first != config.get("algorithm.multiplier_max") or "dual/multiplier" not in run.series:
+    cap = config.get("algorithm.multiplier_max")
+    if not config.get("algorithm.dual_learning_rate") or config.get("algorithm.multiplier") != cap:
         return False
     # A method with a lambda of its own records another one than the setting.
-    return bool(run.series["dual/multiplier"][1][0] == np.float32(first))
+    return run.series["dual/multiplier"][1][0] == np.float32(cap)
 
 
 def describe_multiplier(series: Series) -> str:
     """The course of lambda; empty if it was not recorded."""
-    multiplier = finite_values(series, "dual/multiplier")
+    steps, multiplier = finite_points(series, "dual/multiplier")
     if not len(multiplier):
         return ""
     first = number(multiplier[0])
     last = number(multiplier[-1])
     if multiplier.min() == multiplier.max():
         return f"stayed at {first}"
-    steps, values = series["dual/multiplier"]
-    peak_step = steps[np.nanargmax(values)]
-    return f"from {first} to {last}, peak {number(multiplier.max())} at step {peak_step}"
+    peak = np.argmax(multiplier)
+    return f"from {first} to {last}, peak {number(multiplier[peak])} at step {steps[peak]}"
 
 
 def describe_discrepancy(series: Series) -> str:
@@ -486,16 +482,16 @@ def describe_discrepancy(series: Series) -> str:
     return "; ".join(clauses)
 
 
-def overlap(series: Series) -> Fact | None:
-    """Describe the time that sampling ahead saves in a median step; None for a run without it."""
+def _overlap_facts(series: Series) -> Iterator[Fact]:
+    """The time that sampling ahead saves in a median step."""
     if "time/overlap" not in series:
-        return None
+        return
 
     def seconds(*phases: str) -> str:
         total = sum(_median(finite_values(series, f"time/{phase}")) for phase in phases)
         return f"{number(total)} s"
 
-    return Fact(
+    yield Fact(
         "Overlap won",
         f"{seconds('overlap')} a step",
         details=f"a step with {seconds('generate', 'verify', 'pack')} of sampling and "
@@ -504,16 +500,16 @@ def overlap(series: Series) -> Fact | None:
     )
 
 
-def legs(series: Series) -> Fact | None:
-    """Describe where the mismatch arose, when last measured; None where it was not."""
+def _leg_facts(series: Series) -> Iterator[Fact]:
+    """Where the mismatch arose, when last measured."""
     if "mismatch/leg_decoding_share" not in series:
-        return None
+        return
     steps, shares = series["mismatch/leg_decoding_share"]
-    decoding = float(series["mismatch/leg_decoding"][1][-1])
-    one_pass = float(series["mismatch/leg_one_pass"][1][-1])
-    return Fact(
+    decoding = series["mismatch/leg_decoding"][1][-1]
+    one_pass = series["mismatch/leg_one_pass"][1][-1]
+    yield Fact(
         "Mismatch from decoding",
-        percent(float(shares[-1])),
+        percent(shares[-1]),
         details=f"step {steps[-1]}: mean |p - q| {number(decoding)} from decode to prefill, "
         f"{number(one_pass)} from prefill to the trainer",
     )
@@ -560,7 +556,7 @@ def _steps(series: Series) -> int:
     """The last training step; 0 where only evaluations were recorded."""
     for name in ("reward/mean", "policy/loss"):
         if name in series:
-            return int(series[name][0][-1])
+            return series[name][0][-1]
     return 0
 
 
@@ -574,7 +570,7 @@ def _ends(values: np.ndarray) -> tuple[float, float, str]:
 def _mean(values: np.ndarray) -> float:
     if not len(values):
         return math.nan
-    return float(values.mean())
+    return values.mean()
 
 
 def _median(values: np.ndarray) -> float:
@@ -603,7 +599,7 @@ def _steps_at_cap(series: Series) -> int:
     capped = (multiplier[-len(over) :] == multiplier.max()) & over
     if capped.all():
         return len(capped)
-    return int(np.argmin(capped[::-1]))
+    return np.argmin(capped[::-1])
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -620,16 +616,16 @@ def _scores(series: Series) -> list[_Score]:
     """The scores at the steps that evaluated them, avg@K first."""
     scores = []
     for name in sorted(series, key=lambda name: ("/avg@" not in name, name)):
-        steps, values = series[name]
-        finite = np.isfinite(values)
-        if name.startswith("eval/") and finite.any():
-            score = _Score(
-                name=name.removeprefix("eval/"),
-                steps=steps[finite],
-                values=values[finite],
-                text=metric_names.form_of_score(name, values[finite], series),
+        steps, values = finite_points(series, name)
+        if name.startswith("eval/") and len(steps):
+            scores.append(
+                _Score(
+                    name=name.removeprefix("eval/"),
+                    steps=steps,
+                    values=values,
+                    text=metric_names.form_of_score(name, values, series),
+                )
             )
-            scores.append(score)
     return scores
 
 
@@ -640,7 +636,7 @@ def _score_at(run: RecordedRun, score: _Score, index: int) -> str:
     for bound in ("low", "high"):
         name = f"eval_interval/{score.name.rpartition('/')[0]}/{bound}"
         steps, values = run.series.get(name, (np.zeros(0), np.zeros(0)))
-        bounds += map(score.text, values[steps == score.steps[index]].tolist())
+        bounds += map(score.text, values[steps == score.steps[index]])
     if len(bounds) < 2:
         return value
     return f"{value} (95% interval {bounds[0]} to {bounds[1]})"

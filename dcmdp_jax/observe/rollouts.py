@@ -150,9 +150,11 @@ class RolloutWriter:
             return
 
         os.replace(temporary, path)
-        files = [path for _, path in sorted(self._files().items())]  # the oldest first
-        while len(files) > 1 and sum(path.stat().st_size for path in files) > self._max_bytes:
-            files.pop(0).unlink()
+        files = self._files()
+        while (
+            len(files) > 1 and sum(path.stat().st_size for path in files.values()) > self._max_bytes
+        ):
+            files.pop(min(files)).unlink()
 
     def _files(self) -> dict[int, Path]:
         """The recording of each step."""

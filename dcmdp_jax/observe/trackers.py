@@ -82,7 +82,7 @@ class Tracker:
     def write(self, step: int, values: Mapping[str, Any]) -> None:
         """Log the scalars of a step."""
         if self._steps:
-            self.run.log(dict(values), step=step)
+            self.run.log(values, step=step)
         else:
             self.run.log({"step": step, **values})
 

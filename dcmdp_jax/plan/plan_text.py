@@ -42,12 +42,12 @@ def plan_record(plan: CompiledRun) -> dict[str, Any]:
     return {
         "topology": plan.topology.name,
         "devices": mesh.size,
-        "mesh": dict(mesh.shape),
+        "mesh": mesh.shape,
         "model_type": plan.run.model.model_type,
         "parameters": num_params(plan.run.model),
-        "rows_per_micro_batch": list(packing.rows_per_micro_batch),
-        "row_lengths": list(packing.row_lengths),
-        "micro_batches": list(packing.micro_batches),
+        "rows_per_micro_batch": packing.rows_per_micro_batch,
+        "row_lengths": packing.row_lengths,
+        "micro_batches": packing.micro_batches,
         "mini_batches": packing.mini_batches,
         "usable_bytes": plan.usable,
         "fits": plan.fits,
@@ -64,15 +64,15 @@ def _heading(plan: CompiledRun) -> list[str]:
     mesh = plan.run.placement.mesh
     packing = plan.run.placement.packing
     axes = ", ".join(f"{name} {size}" for name, size in mesh.shape.items())
-    buckets = []
-    for rows, length, count in zip(
+    buckets = zip(
         packing.rows_per_micro_batch,
         packing.row_lengths,
         packing.micro_batches,
         strict=True,
-    ):
-        buckets.append(f"{rows} x {length} tokens, {count} of them at most")
-    micro_batches = ", ".join(buckets)
+    )
+    micro_batches = ", ".join(
+        f"{rows} x {length} tokens, {count} of them at most" for rows, length, count in buckets
+    )
 
     if plan.engine is not None:
         engine = (

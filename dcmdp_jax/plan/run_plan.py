@@ -34,13 +34,14 @@ from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.parallel.mesh import axis_sizes, check_training_mesh, make_mesh, row_shards
 from dcmdp_jax.parallel.sharding import bytes_per_device
 from dcmdp_jax.plan.published import model_of
-from dcmdp_jax.plan.topologies import CHIPS, Topology, platform_of
+from dcmdp_jax.plan.topologies import CHIPS, Topology
 from dcmdp_jax.run import memory_use, task
 from dcmdp_jax.run.placement import Placement, fit, platform_kernel
 from dcmdp_jax.training.step_programs import make_step_programs
 
 GIB = 2**30
-_ENGINE_PLATFORM = {"gpu": "cuda", "tpu": "tpu", "cpu": "cpu"}
+_ENGINE_PLATFORM = {"gpu": "cuda"}
+"""JAX's name of a platform -> an engine's, where that is another one."""
 _OUT_OF_MEMORY = "RESOURCE_EXHAUSTED"
 _UNITS = {"K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 PROGRAMS = ("step", "prefill", "decode", "score")
@@ -158,7 +159,7 @@ class CompiledRun:
         counted = ""
         if name == "step":
             counted = memory_use.CUDNN_WORKSPACE
-        elif self.engine is not None:
+        else:
             beside |= self.step.resident
             # New rows enter a batch while it decodes.
             if name in ("prefill", "decode") and self.engine.refills:
@@ -178,7 +179,7 @@ class CompiledRun:
         return all(phase.total <= self.usable for phase in self.phases)
 
 
-def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
+def check_run(config: Config, platform: str, devices: int) -> None:
     """Refuse what dcmdp train refuses on such devices, and adapters whose shape is not given.
 
     Needs no compiler of the devices.
@@ -187,9 +188,6 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
         config: the settings.
         platform: "tpu" or "gpu".
         devices: how many.
-
-    Returns:
-        The model.
 
     Raises:
         UserError: naming the setting, if the mesh does not fit the devices or the model, or a
@@ -211,8 +209,8 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
         host_devices = min(devices, CHIPS["h100"].devices_near)
     kind, arguments = _engine(
         config,
+        platform,
         model=model,
-        platform=_ENGINE_PLATFORM[platform],
         host_devices=host_devices,
     )
     with as_settings(of_engine(kind)):
@@ -229,13 +227,13 @@ def check_run(config: Config, platform: str, devices: int) -> ModelConfig:
             num_experts=model.num_experts,
             completions=config.completions_per_mini_batch,
         )
-    return model
 
 
-def _engine(config: Config, **arguments: Any) -> tuple[EngineKind, EngineArguments]:
+def _engine(config: Config, platform: str, **arguments: Any) -> tuple[EngineKind, EngineArguments]:
     """The engine of a run with what it gets of adapters."""
     kind = engine_of_run(config)
-    engine = engine_arguments(config, kind, **arguments)
+    platform = _ENGINE_PLATFORM.get(platform, platform)
+    engine = engine_arguments(config, kind, platform=platform, **arguments)
     lora = config.model.lora if kind.takes_adapters(engine.settings) else None
     return kind, dataclasses.replace(engine, lora=lora)
 
@@ -257,7 +255,7 @@ def planned_run(
     """
     model = model or model_of(config)
     platform = mesh.devices.flat[0].platform
-    kind, engine = _engine(config, model=model, platform=_ENGINE_PLATFORM.get(platform, platform))
+    kind, engine = _engine(config, platform, model=model)
     teacher = None
     if config.loads_teacher:
         teacher_model = dataclasses.replace(config.model, path=config.teacher[0])
@@ -336,7 +334,8 @@ def compile_run(
         UserError: if the mesh does not fit the devices or the model, a setting does not fit the
             model or the platform.
     """
-    model = check_run(config, platform_of(topology.name), len(topology.devices))
+    platform = topology.chip.platform
+    check_run(config, platform, len(topology.devices))
     usable, reason = usable_memory(config, topology)
     mesh = make_mesh(
         *config.mesh.sizes,
@@ -345,9 +344,8 @@ def compile_run(
     run = planned_run(
         config,
         mesh,
-        model=model,
         machine=Machine(
-            platform=platform_of(topology.name),
+            platform=platform,
             devices=len(topology.devices),
             device_bytes=usable,
             host_bytes=None,
@@ -364,7 +362,7 @@ def compile_run(
     programs = [step]
     if engine is not None:
         programs += engine.programs
-    compiled: dict[str, Compiled] = {}
+    compiled = {}
     for program in programs:
         if not only or program.name in only:
             on_program(program.name)
@@ -445,7 +443,7 @@ def compile_program(program: Lowerable, read: Callable[[jax.stages.Compiled], An
     memory = executable.memory_analysis()
     temporary = memory.temp_size_in_bytes
     arguments = memory.argument_size_in_bytes
-    peak = getattr(memory, "peak_memory_in_bytes", 0)
+    peak = memory.peak_memory_in_bytes
     if not peak:
         # The compiler has no figure: everything at once.
         peak = arguments + temporary + memory.output_size_in_bytes - memory.alias_size_in_bytes

@@ -16,6 +16,23 @@ from jax.experimental import topologies
 
 from dcmdp_jax.errors import UserError, install_extra
 
+# A GPU as XLA's compiler describes it; JAX asks a device that is present, here there is none. H100
+# and H200 differ in their memory: bytes a second, bytes, and the name.
+_HOPPER = """gpu_device_info {
+  threads_per_block_limit: 1024 threads_per_warp: 32
+  shared_memory_per_block: 49152 shared_memory_per_core: 233472
+  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: %d l2_cache_size: 52428800
+  clock_rate_ghz: 1.98 device_memory_size: %d shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536 registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 10 }
+runtime_version { major: 12 minor: 9 patch: 0 }
+device_description_str: "%s"
+"""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Chip:
@@ -27,6 +44,7 @@ class Chip:
         usable_gib: memory that the compiler or JAX's allocator can use, GiB.
         devices_near: devices that share the fast network; slices of a TPU are of any size.
         shapes: example topologies.
+        target: a GPU as XLA's compiler describes it; "" for a TPU.
     """
 
     name: str
@@ -34,6 +52,12 @@ class Chip:
     usable_gib: float
     devices_near: int
     shapes: tuple[str, ...]
+    target: str = ""
+
+    @property
+    def platform(self) -> str:
+        """ "tpu" or "gpu"."""
+        return "gpu" if self.target else "tpu"
 
 
 _V5E = Chip(
@@ -57,8 +81,15 @@ _H100 = Chip(
     usable_gib=79.1 * 0.9,
     devices_near=8,
     shapes=("1", "8", "16", "32", "64"),
+    target=_HOPPER % (3352320000000, 84929347584, "NVIDIA H100 80GB HBM3"),
 )
-_H200 = dataclasses.replace(_H100, name="H200 141GB SXM", memory_gib=141, usable_gib=139.8 * 0.9)
+_H200 = dataclasses.replace(
+    _H100,
+    name="H200 141GB SXM",
+    memory_gib=141,
+    usable_gib=139.8 * 0.9,
+    target=_HOPPER % (4800000000000, 150754820096, "NVIDIA H200"),
+)
 CHIPS = {"v5e": _V5E, "v5p": _V5P, "v6e": _V6E, "h100": _H100, "h200": _H200}
 
 # The last two only keep libtpu from asking for a TPU's metadata, and from logging that there are
@@ -68,27 +99,6 @@ _ENVIRONMENT = {
     "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TF_CPP_MIN_LOG_LEVEL": "3",
-}
-
-# A GPU as XLA's compiler describes it; JAX asks a device that is present, here there is none. H100
-# and H200 differ in their memory: bytes a second, bytes, and the name.
-_HOPPER = """gpu_device_info {
-  threads_per_block_limit: 1024 threads_per_warp: 32
-  shared_memory_per_block: 49152 shared_memory_per_core: 233472
-  threads_per_core_limit: 2048 core_count: 132 fpus_per_core: 128 block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535 block_dim_limit_z: 65535 memory_bandwidth: %d l2_cache_size: 52428800
-  clock_rate_ghz: 1.98 device_memory_size: %d shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536 registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 10 }
-runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "%s"
-"""
-_GPUS = {
-    "h100": _HOPPER % (3352320000000, 84929347584, "NVIDIA H100 80GB HBM3"),
-    "h200": _HOPPER % (4800000000000, 150754820096, "NVIDIA H200"),
 }
 
 
@@ -107,11 +117,6 @@ class Topology:
     devices: Sequence[Any]
 
 
-def platform_of(name: str) -> str:
-    """ "tpu" or "gpu", of a topology's name."""
-    return "gpu" if name.partition(":")[0] in _GPUS else "tpu"
-
-
 def known_topologies() -> str:
     """The topologies of `load_topology`, for messages."""
     return "; ".join(f"{kind}:" + f", {kind}:".join(chip.shapes) for kind, chip in CHIPS.items())
@@ -124,17 +129,20 @@ def chip_and_count(name: str) -> tuple[Chip, int]:
         UserError: for a name that is none, with those known.
     """
     kind, _, shape = name.partition(":")
-    pattern = r"[1-9]\d{0,4}" if kind in _GPUS else r"[1-9]\d?(x[1-9]\d?){1,2}"
-    if kind not in CHIPS or not re.fullmatch(pattern, shape):
+    chip = CHIPS.get(kind)
+    pattern = r"[1-9]\d?(x[1-9]\d?){1,2}"
+    if chip is not None and chip.target:
+        pattern = r"[1-9]\d{0,4}"
+    if chip is None or not re.fullmatch(pattern, shape):
         raise UserError(f"--topology: got {name!r}, known are {known_topologies()}")
-    count = math.prod(int(size) for size in shape.split("x"))
-    near = CHIPS[kind].devices_near
+    count = math.prod(map(int, shape.split("x")))
+    near = chip.devices_near
     if count > near and count % near:
         raise UserError(
             f"--topology: got {name!r}, more than {near} {kind} must be a multiple of {near}, a "
             "host each"
         )
-    return CHIPS[kind], count
+    return chip, count
 
 
 def set_environment() -> None:
@@ -160,8 +168,8 @@ def _load_cudnn() -> None:
                 with contextlib.suppress(OSError):
                     ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
 
-    # JAX 0.10 asks a GPU that is present; without one heads of more than 128 are refused. All of
-    # `_GPUS` are 9.0.
+    # JAX 0.10 asks a GPU that is present; without one heads of more than 128 are refused. The GPUs of
+    # `CHIPS` are 9.0.
     from jax._src.cudnn import fused_attention_stablehlo
 
     fused_attention_stablehlo.check_compute_capability = lambda capability: capability == "9.0"
@@ -177,9 +185,7 @@ def load_topology(name: str) -> Topology:
         UserError: for an unknown topology, or if its compiler is not installed.
     """
     chip, count = chip_and_count(name)
-    kind, _, _ = name.partition(":")
-    gpu_target = _GPUS.get(kind)
-    package = "jax-cuda12-plugin" if gpu_target else "libtpu"
+    package = "jax-cuda12-plugin" if chip.target else "libtpu"
     if importlib.util.find_spec(package.replace("-", "_")) is None:
         raise UserError(
             f"--topology: {name} needs the compiler in {package}, which is not installed: "
@@ -187,14 +193,14 @@ def load_topology(name: str) -> Topology:
         )
 
     try:
-        if gpu_target:
+        if chip.target:
             _load_cudnn()
             near = min(count, chip.devices_near)
             hosts = -(-count // near)
             description = topologies.get_topology_desc(
                 "gpu",
                 platform="cuda",
-                target_config=gpu_target,
+                target_config=chip.target,
                 topology=f"1x{hosts}x{near}",
             )
         else:

@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 def _recorded(run_dir: str, step: int) -> list[dict[str, Any]]:
     """The recorded metrics of the finished steps; damaged lines are left out."""
-    lines = jsonl.readable(Path(run_dir) / metrics_io.METRICS_FILE, jsonl.is_number)
+    lines = jsonl.readable(Path(run_dir) / metrics_io.METRICS_FILE)
     return [record for record in lines if record.get("step", step + 1) <= step]
 
 

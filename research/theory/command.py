@@ -27,7 +27,7 @@ def main(argv: list[str]) -> None:
     )
     defaults = ",".join(f"{budget:g}" for budget in BUDGETS)
     about = f"mismatch budgets (default: {defaults})"
-    budgets = each_once(real(0, _LARGEST_BUDGET), "budget")
+    budgets = each_once(real(_LARGEST_BUDGET), "budget")
     parser.add_argument("--budgets", type=budgets, default=BUDGETS, metavar="C,C,...", help=about)
     parser.add_argument(
         "--out", type=Path, default=Path("runs/toy"), metavar="DIR", help="default: %(default)s"

@@ -11,8 +11,6 @@ from dcmdp_jax.observe.report import (
     RecordedRun,
     describe_discrepancy,
     facts,
-    legs,
-    overlap,
     read_run,
     verdict,
     warnings,
@@ -30,6 +28,10 @@ def _texts(facts):
 
 def _run(series, **config):
     return RecordedRun(label="run", series=series, config=config, held_out=[], starts=[], nodes={})
+
+
+def _facts_named(name, series):
+    return [fact for fact in facts(_run(series)) if fact.name == name]
 
 
 def test_facts_by_hand():
@@ -150,13 +152,13 @@ def test_what_overlap_won_is_of_a_median_step_and_says_who_waits():
     series = {
         f"time/{name}": (np.arange(1, 4), np.array([99.0, x, x])) for name, x in seconds.items()
     }
-    fact = overlap(series)
+    [fact] = _facts_named("Overlap won", series)
     assert fact.value == "1.8 s a step"
     assert fact.details == (
         "a step with 3 s of sampling and 2 s of training takes 3.2 s; the trainer waits 1.2 s, "
         "the sampler 0.2 s"
     )
-    assert overlap({"time/total": series["time/total"]}) is None
+    assert _facts_named("Overlap won", {"time/total": series["time/total"]}) == []
 
 
 def test_what_was_not_recorded_is_no_fact():
@@ -231,15 +233,16 @@ def test_where_the_gap_lies_is_of_the_last_step_that_looked():
         f"mismatch/leg_{name}": (np.array([1, 17]), np.array(values))
         for name, values in names.items()
     }
-    fact = legs(series)
+    [fact] = _facts_named("Mismatch from decoding", series)
     # A share of -0.0004 is no "-0%".
     none = series | {"mismatch/leg_decoding_share": (np.array([1]), np.array([-0.0004]))}
-    assert legs(none).value == "0.0%"
+    [no_share] = _facts_named("Mismatch from decoding", none)
+    assert no_share.value == "0.0%"
     assert fact.value == "25.0%"
     assert fact.details == (
         "step 17: mean |p - q| 0.001 from decode to prefill, 0.003 from prefill to the trainer"
     )
-    assert legs({}) is None
+    assert _facts_named("Mismatch from decoding", {}) == []
 
 
 def test_the_verdict_on_a_supervised_run_names_no_engine():
