@@ -6,7 +6,6 @@ No token is dropped: the rows of each expert are computed together, however many
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +15,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.declare import Fused, Stack, parameter
+from dcmdp_jax.models.declare import Fused, Scope, Stack
 from dcmdp_jax.models.layers import MLP, Linear
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import permute
@@ -32,73 +30,60 @@ Aux = dict[str, Array]
 """Statistics of a layer by name; a dense layer has none."""
 
 
-class ExpertLinear(nnx.Module):
-    """The matrices W_e [in, out] of all experts, [E, in, out]; in an engine a `QuantizedKernel`.
-
-    Args:
-        sizes, axes: in and out, and their logical names.
-        std: standard deviation of a fresh W_e.
-        options: of `declare.parameter`.
-    """
-
-    def __init__(
-        self,
-        sizes: tuple[int, int],
-        axes: tuple[str, str],
-        *,
-        std: float,
-        **options: Any,
-    ) -> None:
-        self.kernel = parameter(
-            sizes,
-            axes,
-            init=jax.nn.initializers.normal(std),
-            transposed=True,
-            quantized=True,
-            **options,
-        )
-
-
 class Experts(nnx.Module):
-    """The MLPs that tokens are routed to; see `layers.MLP`."""
+    """The MLPs that tokens are routed to, see `layers.MLP`; a matrix of all is [E, in, out]."""
 
     def __init__(
         self,
-        config: ModelConfig,
+        scope: Scope,
         *,
-        hf_name: str,
-        stacks: tuple[Stack, ...],
         fused: bool,
     ) -> None:
+        config = scope.config
         width = config.moe_intermediate_size
         embed = config.hidden_size
-        stacks = (*stacks, Stack(axis="experts", numbers=range(config.num_experts)))
-
-        def linear(
-            name: str,
-            sizes: tuple[int, int],
-            fused: Fused | None,
-            axes: tuple[str, str] = ("embed", "expert_mlp"),
-        ) -> ExpertLinear:
-            return ExpertLinear(
-                sizes,
-                axes,
-                std=config.initializer_range,
-                hf_name=f"{hf_name}.{{experts}}.{name}.weight",
-                stacks=stacks,
-                fused=fused,
-            )
+        stack = Stack(axis="experts", numbers=range(config.num_experts))
+        expert = Scope(
+            config,
+            f"{scope.hf_name}.{{experts}}",
+            (*scope.stacks, stack),
+        )
+        inward = ("embed", "expert_mlp")
 
         if fused:
-            self.gate_up = linear("gate_up", (embed, 2 * width), None)
-        else:
-            gate_up = f"{hf_name}.gate_up_proj"
-            self.gate = linear(
-                "gate_proj", (embed, width), Fused(hf_name=gate_up, block=0, blocks=2)
+            self.gate_up = Linear(
+                expert.inner("gate_up"),
+                (embed, 2 * width),
+                inward,
             )
-            self.up = linear("up_proj", (embed, width), Fused(hf_name=gate_up, block=1, blocks=2))
-        down = Fused(hf_name=f"{hf_name}.down_proj", block=0, blocks=1)
-        self.down = linear("down_proj", (width, embed), down, ("expert_mlp", "embed"))
+        else:
+            gate_up = f"{scope.hf_name}.gate_up_proj"
+            self.gate = Linear(
+                expert.inner("gate_proj"),
+                (embed, width),
+                inward,
+                fused=Fused(
+                    hf_name=gate_up,
+                    block=0,
+                    blocks=2,
+                ),
+            )
+            self.up = Linear(
+                expert.inner("up_proj"),
+                (embed, width),
+                inward,
+                fused=Fused(
+                    hf_name=gate_up,
+                    block=1,
+                    blocks=2,
+                ),
+            )
+        self.down = Linear(
+            expert.inner("down_proj"),
+            (width, embed),
+            ("expert_mlp", "embed"),
+            fused=Fused(hf_name=f"{scope.hf_name}.down_proj", block=0, blocks=1),
+        )
 
 
 class MoE(nnx.Module):
@@ -115,38 +100,28 @@ class MoE(nnx.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        scope: Scope,
         *,
-        hf_name: str,
-        stacks: tuple[Stack, ...] = (),
         fused: bool = False,
     ) -> None:
+        config = scope.config
         self.config = config
         self.fused = fused
         # Engines keep the router in full precision: a token that goes to another expert is a large
         # error.
         self.router = Linear(
+            scope.inner("gate"),
             (config.hidden_size, config.num_experts),
             ("embed", "experts"),
-            std=config.initializer_range,
-            hf_name=f"{hf_name}.gate",
-            stacks=stacks,
             quantized=False,
         )
-        self.experts = Experts(config, hf_name=f"{hf_name}.experts", stacks=stacks, fused=fused)
+        self.experts = Experts(scope.inner("experts"), fused=fused)
         if config.family.shared_expert:
-            self.shared_expert = MLP(
-                config,
-                hf_name=f"{hf_name}.shared_expert",
-                stacks=stacks,
-                fused=fused,
-            )
+            self.shared_expert = MLP(scope.inner("shared_expert"), fused=fused)
             self.shared_gate = Linear(
+                scope.inner("shared_expert_gate"),
                 (config.hidden_size, 1),
                 ("embed", "norm"),
-                std=config.initializer_range,
-                hf_name=f"{hf_name}.shared_expert_gate",
-                stacks=stacks,
                 quantized=False,
             )
 
