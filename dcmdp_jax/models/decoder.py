@@ -645,12 +645,9 @@ def hidden_states(
     config: ModelConfig,
     inputs: DecoderInputs,
     compute: Compute,
-    *,
-    mesh: Mesh | None = None,
-    scheme: Scheme = FULL,
 ) -> Float[Array, "R L D"]:
-    """`hidden_states_and_aux` without what the layers report."""
-    return hidden_states_and_aux(params, config, inputs, compute, mesh=mesh, scheme=scheme)[0]
+    """`hidden_states_and_aux` on one device, without what the layers report."""
+    return hidden_states_and_aux(params, config, inputs, compute)[0]
 
 
 def output_kernel(params: Params) -> Array:
