@@ -3,7 +3,6 @@
 No token is dropped: the rows of each expert are computed together, however many they are.
 """
 
-import dataclasses
 import functools
 import math
 
@@ -272,44 +271,6 @@ def load_balancing_loss(sums: Aux) -> Array:
     return load.size * jnp.sum(lax.stop_gradient(load) * probability)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Routes:
-    """Tokens ordered by expert; a token counts once for each of its k experts.
-
-    Attributes:
-        order, inverse: [T k] int32, a permutation and its inverse.
-        owner: [T k] int32, the expert of each ordered row; the number of experts for one that is
-            not ours.
-        group_sizes: [experts] int32.
-    """
-
-    order: Array
-    inverse: Array
-    owner: Array
-    group_sizes: Array
-
-
-def _routes(experts: Array, num_experts: int) -> _Routes:
-    flat = experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    index = jnp.arange(order.size, dtype=jnp.int32)
-    return _Routes(
-        order=order,
-        inverse=jnp.zeros_like(order).at[order].set(index, unique_indices=True),
-        owner=flat[order],
-        group_sizes=jnp.sum(flat[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32),
-    )
-
-
-def _linear(x: Array, kernel: Kernel, routes: _Routes, ops: Ops) -> Array:
-    if isinstance(kernel, QuantizedKernel) and kernel.grouped:
-        kernel = in_float32(kernel).astype(x.dtype)
-    if not isinstance(kernel, QuantizedKernel):
-        return ops.grouped_matmul(x, kernel, routes.group_sizes)
-    product = ops.grouped_matmul(x, kernel.values.astype(x.dtype), routes.group_sizes)
-    return (product * kernel.scale[routes.owner]).astype(x.dtype)
-
-
 def _compute(
     x: Array,
     experts: Array,
@@ -325,26 +286,41 @@ def _compute(
     With `elsewhere` a token's expert may be on another device: it is then `num_experts`, and adds
     0.
     """
+    # Rows are ordered by expert; a token has one for each of its k experts.
+    owner = experts.reshape(-1)
+    order = jnp.argsort(owner, stable=True).astype(jnp.int32)
+    index = jnp.arange(order.size, dtype=jnp.int32)
+    inverse = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
+    row_owner = owner[order]
+    group_sizes = jnp.sum(owner[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+
+    def linear(x: Array, kernel: Kernel) -> Array:
+        if isinstance(kernel, QuantizedKernel) and kernel.grouped:
+            kernel = in_float32(kernel).astype(x.dtype)
+        if not isinstance(kernel, QuantizedKernel):
+            return ops.grouped_matmul(x, kernel, group_sizes)
+        product = ops.grouped_matmul(x, kernel.values.astype(x.dtype), group_sizes)
+        return (product * kernel.scale[row_owner]).astype(x.dtype)
+
     shape = x.shape
     count = experts.shape[-1]
-    routes = _routes(experts, num_experts)
-    ours = (routes.owner < num_experts)[:, None]
+    ours = (row_owner < num_experts)[:, None]
     rows = jnp.repeat(x.reshape(-1, shape[-1]), count, axis=0)
-    rows = permute(rows, routes.order, routes.inverse)
+    rows = permute(rows, order, inverse)
     # Rows of no group have undefined products, forward and backward; neither leaves this function.
     if elsewhere:
         rows = jnp.where(ours, rows, 0)
 
     if len(kernels) == 2:
-        gate, up = jnp.split(_linear(rows, kernels[0], routes, ops), 2, axis=-1)
+        gate, up = jnp.split(linear(rows, kernels[0]), 2, axis=-1)
     else:
-        gate = _linear(rows, kernels[0], routes, ops)
-        up = _linear(rows, kernels[1], routes, ops)
-    y = _linear(ops.swiglu(gate, up), kernels[-1], routes, ops)
+        gate = linear(rows, kernels[0])
+        up = linear(rows, kernels[1])
+    y = linear(ops.swiglu(gate, up), kernels[-1])
     if elsewhere:
         y = jnp.where(ours, y, 0)
 
-    y = permute(y, routes.inverse, routes.order).reshape(-1, count, shape[-1])
+    y = permute(y, inverse, order).reshape(-1, count, shape[-1])
     weights = weights.reshape(-1, count)
     y = jnp.einsum("tkd,tk->td", y, weights, preferred_element_type=jnp.float32)
     return y.reshape(shape)
