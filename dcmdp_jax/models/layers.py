@@ -1,7 +1,6 @@
 """Linear layer, RMS norm, MLP and rotary frequencies of a decoder."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -29,9 +28,7 @@ from dcmdp_jax.types import Array
 _ONE = np.float32(1)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("base", "a", "b"), meta_fields=("scale",)
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoraKernel:
     """A frozen matrix with its adapter.
@@ -45,7 +42,7 @@ class LoraKernel:
     base: Kernel
     a: Array
     b: Array
-    scale: float
+    scale: float = dataclasses.field(metadata={"static": True})
 
 
 def kernel_matmul(
