@@ -173,9 +173,9 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
     return Manifest(
         tensors=tensors,
         redundant_head=redundant_head,
-        dtypes=dict(dtypes),
+        dtypes=dtypes,
         num_bytes=num_bytes,
-        left_out=dict(left_out),
+        left_out=left_out,
     )
 
 
@@ -257,7 +257,7 @@ def check_tensor(files: Files, path: Path, name: str, dtype: np.dtype) -> None:
         with np.errstate(over="ignore"):
             cast = values.astype(dtype)
         if not all_finite(cast):
-            at = tuple(map(int, np.unravel_index(int(np.argmax(~np.isfinite(cast))), cast.shape)))
+            at = tuple(map(int, np.unravel_index(np.argmax(~np.isfinite(cast)), cast.shape)))
             reason = "not finite"
             if np.isfinite(values[at]):
                 reason = f"too large for {dtype.name}"
