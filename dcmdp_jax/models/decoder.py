@@ -218,17 +218,17 @@ class Attention(nnx.Module):
         if self.fused:
             kv_width = config.num_kv_heads * config.head_dim
             # Columns of queries come first in `qkv`, then those of keys and of values.
-            query_and_key, value = ops.split(self.qkv(x), self.query_width + kv_width, 2)
+            query_and_key, value = ops.split(self.qkv(x), self.query_width + kv_width)
         if self.fused and config.family.qk_norm != "width" and not self.gated:
             # Norm and rotation are the same for queries and keys, so they take them as one array.
             scale = None
             if q_scale is not None:
                 scale = jnp.concatenate([q_scale, k_scale])
             rotated = self._rotated(query_and_key.reshape(head_shape), scale, rotary, ops)
-            query, key = ops.split(rotated, config.num_heads, 2)
+            query, key = ops.split(rotated, config.num_heads)
         else:
             if self.fused:
-                query, key = ops.split(query_and_key, self.query_width, 2)
+                query, key = ops.split(query_and_key, self.query_width)
             else:
                 query = self.q(x)
                 key = self.k(x)
