@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from dcmdp_jax.models.config import ModelConfig
+
 Initializer = Callable[[jax.Array, tuple[int, ...], jnp.dtype], jax.Array]
 """(key, shape, dtype) -> values, as in `jax.nn.initializers`."""
 
@@ -77,24 +79,45 @@ class Declaration:
     fused: Fused | None
 
 
+@dataclasses.dataclass(frozen=True)
+class Scope:
+    """Where the parameters of a module belong.
+
+    Attributes:
+        config: the model.
+        hf_name: the module's name in Hugging Face's files, see `Declaration`.
+        stacks: see `Declaration`.
+    """
+
+    config: ModelConfig
+    hf_name: str
+    stacks: tuple[Stack, ...] = ()
+
+    def inner(self, name: str) -> "Scope":
+        """The scope of a module within this one."""
+        return dataclasses.replace(self, hf_name=f"{self.hf_name}.{name}")
+
+
 def parameter(
+    scope: Scope,
+    name: str,
     shape: tuple[int, ...],
     axes: tuple[str, ...],
     *,
     init: Initializer,
-    hf_name: str,
-    stacks: tuple[Stack, ...] = (),
     transposed: bool = False,
     quantized: bool = False,
     fused: Fused | None = None,
 ) -> nnx.Param:
-    """Declare a parameter of a module; see `Declaration` for the arguments.
+    """Declare a parameter of a module.
 
     Args:
-        shape, axes: shape and axes of one module; `stacks` go before them.
-        init, hf_name, stacks, transposed, quantized, fused: see `Declaration`.
+        scope: the module's.
+        name: how the tensor's name goes on after the module's in Hugging Face's files.
+        shape, axes: shape and axes of one module; the scope's stacks go before them.
+        init, transposed, quantized, fused: see `Declaration`.
     """
-    for stack in reversed(stacks):
+    for stack in reversed(scope.stacks):
         shape = (len(stack.numbers), *shape)
         axes = (stack.axis, *axes)
     declaration = Declaration(
@@ -102,10 +125,10 @@ def parameter(
         shape=shape,
         axes=axes,
         init=init,
-        hf_name=hf_name,
+        hf_name=f"{scope.hf_name}.{name}",
         transposed=transposed,
         quantized=quantized,
-        stacks=stacks,
+        stacks=scope.stacks,
         fused=fused,
     )
     shape_dtype = jax.ShapeDtypeStruct(declaration.shape, jnp.float32)

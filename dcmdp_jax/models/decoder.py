@@ -21,7 +21,7 @@ from jaxtyping import Bool, Float, Int, Integer
 
 from dcmdp_jax.models.attention import RowKernel, choose_kernel, row_attention
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.declare import Stack, parameter
+from dcmdp_jax.models.declare import Scope, Stack, parameter
 from dcmdp_jax.models.gated_delta import GatedDeltaNet, Recur, rows
 from dcmdp_jax.models.layers import (
     MLP,
@@ -38,9 +38,6 @@ from dcmdp_jax.models.ops.reference import Rotary, rms_norm
 from dcmdp_jax.models.scheme import FULL, Scheme
 from dcmdp_jax.models.scheme_products import round_cache, with_scheme
 from dcmdp_jax.types import Array, Params
-
-HF_OUTPUT = "lm_head.weight"
-HF_EMBEDDING = "model.embed_tokens.weight"
 
 Attend = Callable[[Array, Array, Array], tuple[Array, Any]]
 """(query [B, T, H, h], key [B, T, K, h], value) -> (attended [B, T, H, h], the caller's cache)."""
@@ -131,14 +128,8 @@ class Attention(nnx.Module):
         fused: W_q, W_k and W_v are one matrix `qkv`; see `fuse_projections`.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        hf_name: str,
-        stacks: tuple[Stack, ...] = (),
-        fused: bool = False,
-    ) -> None:
+    def __init__(self, scope: Scope, *, fused: bool) -> None:
+        config = scope.config
         self.config = config
         self.fused = fused
         self.gated = config.family.output_gate
@@ -147,16 +138,16 @@ class Attention(nnx.Module):
         query_width = width
         if self.gated:
             query_width *= 2
+        self.query_width = query_width
         embed = config.hidden_size
 
         def linear(name: str, sizes: tuple[int, int], axes: tuple[str, str]) -> Linear:
+            bias = config.attention_bias and not (name == "o_proj" and config.family.qkv_bias)
             return Linear(
+                scope.inner(name),
                 sizes,
                 axes,
-                std=config.initializer_range,
-                hf_name=f"{hf_name}.{name}",
-                bias=config.attention_bias and not (name == "o_proj" and config.family.qkv_bias),
-                stacks=stacks,
+                bias=bias,
             )
 
         def norm(name: str, size: int, axis: str) -> RMSNorm:
@@ -164,24 +155,49 @@ class Attention(nnx.Module):
                 size = config.head_dim
                 axis = "head_dim"
             return RMSNorm(
+                scope.inner(name),
                 size,
-                config.rms_norm_eps,
-                axis=axis,
-                hf_name=f"{hf_name}.{name}",
-                stacks=stacks,
-                family=config.family,
+                axis,
             )
 
         if fused:
-            self.qkv = linear("qkv", (embed, query_width + 2 * kv_width), ("embed", "heads"))
+            self.qkv = linear(
+                "qkv",
+                (embed, query_width + 2 * kv_width),
+                ("embed", "heads"),
+            )
         else:
-            self.q = linear("q_proj", (embed, query_width), ("embed", "heads"))
-            self.k = linear("k_proj", (embed, kv_width), ("embed", "kv_heads"))
-            self.v = linear("v_proj", (embed, kv_width), ("embed", "kv_heads"))
+            self.q = linear(
+                "q_proj",
+                (embed, query_width),
+                ("embed", "heads"),
+            )
+            self.k = linear(
+                "k_proj",
+                (embed, kv_width),
+                ("embed", "kv_heads"),
+            )
+            self.v = linear(
+                "v_proj",
+                (embed, kv_width),
+                ("embed", "kv_heads"),
+            )
         if config.family.qk_norm:
-            self.q_norm = norm("q_norm", width, "heads")
-            self.k_norm = norm("k_norm", kv_width, "kv_heads")
-        self.o = linear("o_proj", (width, embed), ("heads", "embed"))
+            self.q_norm = norm(
+                "q_norm",
+                width,
+                "heads",
+            )
+            self.k_norm = norm(
+                "k_norm",
+                kv_width,
+                "kv_heads",
+            )
+        self.o = linear(
+            "o_proj",
+            (width, embed),
+            ("heads", "embed"),
+        )
 
     def __call__(
         self,
@@ -193,9 +209,6 @@ class Attention(nnx.Module):
         """Output [B, T, D] of the normalized inputs x [B, T, D], and the cache of `attend`."""
         config = self.config
         head_shape = (*x.shape[:2], -1, config.head_dim)
-        query_width = config.num_heads * config.head_dim
-        if self.gated:
-            query_width *= 2
         q_scale = None
         k_scale = None
         if config.family.qk_norm == "head":
@@ -205,17 +218,17 @@ class Attention(nnx.Module):
         if self.fused:
             kv_width = config.num_kv_heads * config.head_dim
             # Columns of queries come first in `qkv`, then those of keys and of values.
-            query_and_key, value = ops.split(self.qkv(x), query_width + kv_width, 2)
+            query_and_key, value = ops.split(self.qkv(x), self.query_width + kv_width)
         if self.fused and config.family.qk_norm != "width" and not self.gated:
             # Norm and rotation are the same for queries and keys, so they take them as one array.
             scale = None
             if q_scale is not None:
                 scale = jnp.concatenate([q_scale, k_scale])
             rotated = self._rotated(query_and_key.reshape(head_shape), scale, rotary, ops)
-            query, key = ops.split(rotated, config.num_heads, 2)
+            query, key = ops.split(rotated, config.num_heads)
         else:
             if self.fused:
-                query, key = ops.split(query_and_key, query_width, 2)
+                query, key = ops.split(query_and_key, self.query_width)
             else:
                 query = self.q(x)
                 key = self.k(x)
@@ -274,37 +287,33 @@ class Block(nnx.Module):
         fused_attention: bool = False,
         fused_mlp: bool = False,
     ) -> None:
-        prefix = "model.layers.{layers}"
+        scope = Scope(
+            config,
+            "model.layers.{layers}",
+            stacks,
+        )
 
         def norm(attribute: str) -> RMSNorm | None:
             name = config.family.norms.get(attribute)
             if name is None:
                 return None
             return RMSNorm(
+                scope.inner(name),
                 config.hidden_size,
-                config.rms_norm_eps,
-                axis="norm",
-                hf_name=f"{prefix}.{name}",
-                stacks=stacks,
-                family=config.family,
+                "norm",
             )
 
         self.attention_norm = norm("attention_norm")
         if kind == "recurrent":
-            self.attention = GatedDeltaNet(config, hf_name=f"{prefix}.linear_attn", stacks=stacks)
+            self.attention = GatedDeltaNet(scope.inner("linear_attn"))
         else:
-            self.attention = Attention(
-                config,
-                hf_name=f"{prefix}.self_attn",
-                stacks=stacks,
-                fused=fused_attention,
-            )
+            self.attention = Attention(scope.inner("self_attn"), fused=fused_attention)
         self.attention_out_norm = norm("attention_out_norm")
         self.mlp_norm = norm("mlp_norm")
         feed_forward = MLP
         if config.num_experts:
             feed_forward = MoE
-        self.mlp = feed_forward(config, hf_name=f"{prefix}.mlp", stacks=stacks, fused=fused_mlp)
+        self.mlp = feed_forward(scope.inner("mlp"), fused=fused_mlp)
         self.mlp_out_norm = norm("mlp_out_norm")
 
     def __call__(
@@ -377,7 +386,9 @@ class Decoder(nnx.Module):
     def __init__(self, config: ModelConfig) -> None:
         normal = jax.nn.initializers.normal(config.initializer_range)
         shape = (config.vocab_size, config.hidden_size)
-        self.embedding = parameter(shape, ("vocab", "embed"), init=normal, hf_name=HF_EMBEDDING)
+        self.embedding = parameter(
+            Scope(config, "model"), "embed_tokens.weight", shape, ("vocab", "embed"), init=normal
+        )
         if config.recurrent_layers:
             self.layers = Layers(config)
         else:
@@ -386,21 +397,20 @@ class Decoder(nnx.Module):
         self.norm = _last_norm(config)
         if not config.tie_word_embeddings:
             self.output = parameter(
+                Scope(config, "lm_head"),
+                "weight",
                 shape[::-1],
                 ("embed", "vocab"),
                 init=normal,
-                hf_name=HF_OUTPUT,
                 transposed=True,
             )
 
 
 def _last_norm(config: ModelConfig) -> RMSNorm:
     return RMSNorm(
+        Scope(config, "model.norm"),
         config.hidden_size,
-        config.rms_norm_eps,
-        axis="norm",
-        hf_name="model.norm",
-        family=config.family,
+        "norm",
     )
 
 
@@ -635,12 +645,9 @@ def hidden_states(
     config: ModelConfig,
     inputs: DecoderInputs,
     compute: Compute,
-    *,
-    mesh: Mesh | None = None,
-    scheme: Scheme = FULL,
 ) -> Float[Array, "R L D"]:
-    """`hidden_states_and_aux` without what the layers report."""
-    return hidden_states_and_aux(params, config, inputs, compute, mesh=mesh, scheme=scheme)[0]
+    """`hidden_states_and_aux` on one device, without what the layers report."""
+    return hidden_states_and_aux(params, config, inputs, compute)[0]
 
 
 def output_kernel(params: Params) -> Array:

@@ -22,7 +22,8 @@ from flax import nnx
 from jaxtyping import Float, Int
 
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.declare import Stack, parameter
+from dcmdp_jax.models.declare import Scope, parameter
+from dcmdp_jax.models.families import FAMILIES
 from dcmdp_jax.models.layers import Linear, RMSNorm
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.products import products_in
@@ -81,68 +82,65 @@ class Heads(NamedTuple):
 class GatedDeltaNet(nnx.Module):
     """Projections, gates and norm around a recurrence, in place of `decoder.Attention`."""
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        hf_name: str,
-        stacks: tuple[Stack, ...] = (),
-    ) -> None:
-        self.config = config
+    def __init__(self, scope: Scope) -> None:
+        config = scope.config
         heads = config.linear_num_value_heads
         embed = config.hidden_size
         width = heads * config.linear_value_head_dim
 
         self.dt_bias = parameter(
-            (heads,),
-            ("norm",),
-            init=jax.nn.initializers.ones,
-            hf_name=f"{hf_name}.dt_bias",
-            stacks=stacks,
+            scope, "dt_bias", (heads,), ("norm",), init=jax.nn.initializers.ones
         )
         self.a_log = parameter(
+            scope,
+            "A_log",
             (heads,),
             ("norm",),
             init=_log_uniform,
-            hf_name=f"{hf_name}.A_log",
-            stacks=stacks,
         )
         self.conv = parameter(
+            scope,
+            "conv1d.weight",
             (config.mixed_width, 1, config.linear_conv_kernel_dim),
             ("heads", "norm", "norm"),
             init=jax.nn.initializers.normal(config.initializer_range),
-            hf_name=f"{hf_name}.conv1d.weight",
-            stacks=stacks,
         )
         self.norm = RMSNorm(
+            scope.inner("norm"),
             config.linear_value_head_dim,
-            config.rms_norm_eps,
-            axis="head_dim",
-            hf_name=f"{hf_name}.norm",
-            stacks=stacks,
+            "head_dim",
+            family=FAMILIES["llama"],
         )
 
-        def linear(
-            name: str,
-            sizes: tuple[int, int],
-            axes: tuple[str, str] = ("embed", "heads"),
-            quantized: bool = True,
-        ) -> Linear:
-            return Linear(
-                sizes,
-                axes,
-                std=config.initializer_range,
-                hf_name=f"{hf_name}.{name}",
-                stacks=stacks,
-                quantized=quantized,
-            )
-
-        self.o = linear("out_proj", (width, embed), ("heads", "embed"))
-        self.mixed = linear("in_proj_qkv", (embed, config.mixed_width))
-        self.gate = linear("in_proj_z", (embed, width))
+        inward = ("embed", "heads")
+        self.o = Linear(
+            scope.inner("out_proj"),
+            (width, embed),
+            ("heads", "embed"),
+        )
+        self.mixed = Linear(
+            scope.inner("in_proj_qkv"),
+            (embed, config.mixed_width),
+            inward,
+        )
+        self.gate = Linear(
+            scope.inner("in_proj_z"),
+            (embed, width),
+            inward,
+        )
         # Engines quantize neither: they are small, and a decay acts on all later tokens.
-        self.rate = linear("in_proj_b", (embed, heads), quantized=False)
-        self.decay = linear("in_proj_a", (embed, heads), quantized=False)
+        self.rate = Linear(
+            scope.inner("in_proj_b"),
+            (embed, heads),
+            inward,
+            quantized=False,
+        )
+        self.decay = Linear(
+            scope.inner("in_proj_a"),
+            (embed, heads),
+            inward,
+            quantized=False,
+        )
 
     def __call__(
         self,

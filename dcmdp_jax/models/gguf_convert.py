@@ -48,8 +48,10 @@ _PRE_TOKENIZERS = {
     "deepseek-r1-qwen": "qwen2",
     "smollm": "smollm",
     "gpt-2": "gpt-2",
+    "llama-bpe": "llama-bpe",
+    "llama3": "llama-bpe",
+    "llama-v3": "llama-bpe",
 }
-_PRE_TOKENIZERS |= dict.fromkeys(("llama-bpe", "llama3", "llama-v3"), "llama-bpe")
 # llama.cpp ends a text at these where a header names one end token alone, as Hugging Face's
 # generation configs do.
 _ENDS = (

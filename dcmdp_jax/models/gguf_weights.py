@@ -112,7 +112,6 @@ class GGUFModel:
                 values = values - 1
             with np.errstate(over="ignore"):
                 values = values.reshape(hf_tensor.shape).astype(jnp.dtype(dtype))
-            values = np.ascontiguousarray(values)
             if not hf_manifest.all_finite(values):
                 raise UserError(
                     f"{self.path}: tensor {gguf_name} has values that are not finite; fetch the "
@@ -226,17 +225,17 @@ class GGUFModel:
                     f"{list(shapes[name])}; fetch the file again"
                 )
 
-        examples: dict[Any, str] = {}
-        for name, tensor in self._tensors.items():
-            examples.setdefault(tensor.tensor_type, name)
-        for kind, name in examples.items():
-            data = self._tensors[name].data
+        examples: dict[Any, Any] = {}
+        for tensor in self._tensors.values():
+            examples.setdefault(tensor.tensor_type, tensor)
+        for kind, tensor in examples.items():
+            data = tensor.data
             try:
                 gguf.quants.dequantize(data.reshape(-1, data.shape[-1])[:1], kind)
             except NotImplementedError:
                 raise UserError(
-                    f"{self.path}: tensor {name} is {kind.name}, which the library gguf can't "
-                    "dequantize; use a file of another quantization, such as Q8_0 or F16"
+                    f"{self.path}: tensor {tensor.name} is {kind.name}, which the library "
+                    "gguf can't dequantize; use a file of another quantization, such as Q8_0 or F16"
                 ) from None
 
     def field(self, name: str, kind: type) -> Any:

@@ -29,7 +29,10 @@ _REFUSED_NUMBERS = ("attn_logit_softcapping", "final_logit_softcapping")
 _GATES = {"silu": "silu", "gelu_tanh": "gelu_pytorch_tanh"}
 # Field of config.json -> that of `ModelConfig`, as they are written before and after the
 # activation.
-_SIZES = {name: name for name in ("vocab_size", "hidden_size", "intermediate_size")} | {
+_SIZES = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "hidden_size",
+    "intermediate_size": "intermediate_size",
     "num_hidden_layers": "num_layers",
     "num_attention_heads": "num_heads",
     "num_key_value_heads": "num_kv_heads",

@@ -14,11 +14,13 @@ from safetensors import SafetensorError, safe_open
 
 from dcmdp_jax.errors import UserError, shorten, shorten_name
 from dcmdp_jax.inputs import read_json_object
-from dcmdp_jax.models import decoder, hf_config, params
+from dcmdp_jax.models import hf_config, params
 from dcmdp_jax.models.config import ModelConfig
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_OUTPUT = "lm_head.weight"
+_EMBEDDING = "model.embed_tokens.weight"
 _SOURCE_DTYPES = ("F32", "BF16", "F16")
 _LAYER = re.compile(r"model\.layers\.(\d{1,9})\.", re.ASCII)
 _EXPERT = re.compile(r"model\.layers\.\d{1,9}\.mlp\.experts\.(\d{1,9})\.", re.ASCII)
@@ -139,7 +141,7 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
         if len(missing) > 1:
             further = f" and {len(missing) - 1} more"
         remedy = ""
-        if name == decoder.HF_OUTPUT:
+        if name == _OUTPUT:
             remedy = "; or set tie_word_embeddings to true in config.json"
         raise UserError(
             f"{listing}: tensor {name} is missing{further}, expected {list(tensor.shape)}{remedy}"
@@ -147,16 +149,16 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
 
     redundant_head = None
     if config.tie_word_embeddings:
-        shapes[decoder.HF_OUTPUT] = shapes[decoder.HF_EMBEDDING]
-        if decoder.HF_OUTPUT in located:
-            redundant_head = located[decoder.HF_OUTPUT].path
+        shapes[_OUTPUT] = shapes[_EMBEDDING]
+        if _OUTPUT in located:
+            redundant_head = located[_OUTPUT].path
     dtypes: Counter[str] = Counter()
     num_bytes = 0
     with Files() as files:
         for name, stored in located.items():
             if name not in shapes:
                 remedy = ""
-                if name == decoder.HF_OUTPUT:
+                if name == _OUTPUT:
                     remedy = "; or set tie_word_embeddings to false there"
                 raise UserError(
                     f"{stored.path}: tensor {shorten_name(name)} is unknown to "
@@ -171,9 +173,9 @@ def check_manifest(directory: str | Path, config: ModelConfig) -> Manifest:
     return Manifest(
         tensors=tensors,
         redundant_head=redundant_head,
-        dtypes=dict(dtypes),
+        dtypes=dtypes,
         num_bytes=num_bytes,
-        left_out=dict(left_out),
+        left_out=left_out,
     )
 
 
@@ -201,16 +203,16 @@ def check_redundant_head(manifest: Manifest, files: Files) -> None:
     """
     if manifest.redundant_head is None:
         return
-    head = files[manifest.redundant_head].get_slice(decoder.HF_OUTPUT)
-    stored = manifest.tensors[decoder.HF_EMBEDDING]
+    head = files[manifest.redundant_head].get_slice(_OUTPUT)
+    stored = manifest.tensors[_EMBEDDING]
     embedding = files[stored.path].get_slice(stored.name)
     rows = head.get_shape()[0]
     for start in range(0, rows, 8192):
         rows_read = slice(start, min(start + 8192, rows))
         if not np.array_equal(head[rows_read], embedding[rows_read], equal_nan=True):
             raise UserError(
-                f"{manifest.redundant_head}: tensor {decoder.HF_OUTPUT} differs from "
-                f"{decoder.HF_EMBEDDING}, but config.json ties them; set tie_word_embeddings to "
+                f"{manifest.redundant_head}: tensor {_OUTPUT} differs from "
+                f"{_EMBEDDING}, but config.json ties them; set tie_word_embeddings to "
                 "false there to load it"
             )
 
@@ -255,7 +257,7 @@ def check_tensor(files: Files, path: Path, name: str, dtype: np.dtype) -> None:
         with np.errstate(over="ignore"):
             cast = values.astype(dtype)
         if not all_finite(cast):
-            at = tuple(map(int, np.unravel_index(int(np.argmax(~np.isfinite(cast))), cast.shape)))
+            at = tuple(map(int, np.unravel_index(np.argmax(~np.isfinite(cast)), cast.shape)))
             reason = "not finite"
             if np.isfinite(values[at]):
                 reason = f"too large for {dtype.name}"

@@ -131,7 +131,7 @@ def directory_digest(directory: Path, config: ModelConfig) -> int:
             if len(tensor.shape) > 1:
                 index = (slice(0, 1), slice(0, tensor.shape[1]))
             values = _read(files, tensors[name], index)
-            digest = zlib.crc32(np.ascontiguousarray(values.astype(jnp.bfloat16)).tobytes(), digest)
+            digest = zlib.crc32(values.astype(jnp.bfloat16).tobytes(), digest)
     return digest
 
 

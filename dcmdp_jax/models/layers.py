@@ -1,7 +1,6 @@
 """Linear layer, RMS norm, MLP and rotary frequencies of a decoder."""
 
 import dataclasses
-import functools
 import math
 
 import jax
@@ -10,9 +9,10 @@ import numpy as np
 from flax import nnx
 from jax.nn import initializers
 
-from dcmdp_jax.models import families, scheme_products
+from dcmdp_jax.models import scheme_products
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.declare import Stack, parameter
+from dcmdp_jax.models.declare import Fused, Scope, parameter
+from dcmdp_jax.models.families import Family
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import Rotary, rms_norm
 from dcmdp_jax.models.quantize import (
@@ -28,9 +28,7 @@ from dcmdp_jax.types import Array
 _ONE = np.float32(1)
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("base", "a", "b"), meta_fields=("scale",)
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LoraKernel:
     """A frozen matrix with its adapter.
@@ -44,7 +42,7 @@ class LoraKernel:
     base: Kernel
     a: Array
     b: Array
-    scale: float
+    scale: float = dataclasses.field(metadata={"static": True})
 
 
 def kernel_matmul(
@@ -74,41 +72,40 @@ class Linear(nnx.Module):
 
     def __init__(
         self,
+        scope: Scope,
         sizes: tuple[int, int],
         axes: tuple[str, str],
         *,
-        std: float,
-        hf_name: str,
         bias: bool = False,
-        stacks: tuple[Stack, ...] = (),
         quantized: bool = True,
+        fused: Fused | None = None,
     ) -> None:
         """Declare W and b.
 
         Args:
+            scope: the layer's.
             sizes, axes: in and out, and their logical names.
-            std: standard deviation of a fresh W.
-            hf_name: the Hugging Face module, without ".weight"; not used of a fused matrix.
             bias: whether there is a b, initially 0.
-            stacks: see `declare.parameter`.
             quantized: engines that quantize weights quantize W.
+            fused: see `declare.Declaration`, of W.
         """
         self.kernel = parameter(
+            scope,
+            "weight",
             sizes,
             axes,
-            init=initializers.normal(std),
-            hf_name=f"{hf_name}.weight",
-            stacks=stacks,
+            init=initializers.normal(scope.config.initializer_range),
             transposed=True,
             quantized=quantized,
+            fused=fused,
         )
         if bias:
             self.bias = parameter(
+                scope,
+                "bias",
                 sizes[1:],
                 axes[1:],
                 init=initializers.zeros,
-                hf_name=f"{hf_name}.bias",
-                stacks=stacks,
             )
         else:
             self.bias = None
@@ -124,29 +121,36 @@ class Linear(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """`family_norm` with learned weights, which multiply by 1 initially."""
+    """`ops.reference.rms_norm` with learned weights, which multiply by 1 initially."""
 
     def __init__(
         self,
+        scope: Scope,
         size: int,
-        eps: float,
-        *,
         axis: str,
-        hf_name: str,
-        stacks: tuple[Stack, ...] = (),
-        family: families.Family = families.FAMILIES["llama"],
+        *,
+        family: Family | None = None,
     ) -> None:
+        """Declare the weights.
+
+        Args:
+            scope: the norm's.
+            size, axis: of the weights, and its logical name.
+            family: whose norm it is; None: the model's.
+        """
+        if family is None:
+            family = scope.config.family
         init = initializers.ones
         if family.unit_offset:
             init = initializers.zeros
         self.scale = parameter(
+            scope,
+            "weight",
             (size,),
             (axis,),
             init=init,
-            hf_name=f"{hf_name}.weight",
-            stacks=stacks,
         )
-        self.eps = eps
+        self.eps = scope.config.rms_norm_eps
         self.unit_offset = family.unit_offset
         self.float32 = family.float32_norm
 
@@ -176,36 +180,34 @@ class MLP(nnx.Module):
         fused: W_gate and W_up are one matrix `gate_up`; see `decoder.fuse_projections`.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        hf_name: str,
-        stacks: tuple[Stack, ...] = (),
-        fused: bool = False,
-    ) -> None:
+    def __init__(self, scope: Scope, *, fused: bool = False) -> None:
         self.fused = fused
-        self.width = config.intermediate_size
-        self.silu = config.family.gate == "silu"
-        embed = config.hidden_size
-
-        def linear(
-            name: str, sizes: tuple[int, int], axes: tuple[str, str] = ("embed", "mlp")
-        ) -> Linear:
-            return Linear(
-                sizes,
-                axes,
-                std=config.initializer_range,
-                hf_name=f"{hf_name}.{name}",
-                stacks=stacks,
-            )
+        self.width = scope.config.intermediate_size
+        self.silu = scope.config.family.gate == "silu"
+        embed = scope.config.hidden_size
 
         if fused:
-            self.gate_up = linear("gate_up", (embed, 2 * self.width))
+            self.gate_up = Linear(
+                scope.inner("gate_up"),
+                (embed, 2 * self.width),
+                ("embed", "mlp"),
+            )
         else:
-            self.gate = linear("gate_proj", (embed, self.width))
-            self.up = linear("up_proj", (embed, self.width))
-        self.down = linear("down_proj", (self.width, embed), ("mlp", "embed"))
+            self.gate = Linear(
+                scope.inner("gate_proj"),
+                (embed, self.width),
+                ("embed", "mlp"),
+            )
+            self.up = Linear(
+                scope.inner("up_proj"),
+                (embed, self.width),
+                ("embed", "mlp"),
+            )
+        self.down = Linear(
+            scope.inner("down_proj"),
+            (self.width, embed),
+            ("mlp", "embed"),
+        )
 
     def __call__(self, x: Array, ops: Ops) -> Array:
         if self.fused:

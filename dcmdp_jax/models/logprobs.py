@@ -24,7 +24,7 @@ CHUNKS = "logprob_chunks"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class KernelAxes:
-    """Manual mesh axes that split the output matrix [D, V] and the embedding [V, D].
+    """Manual mesh axes that split the output matrix [D, V] and the embedding [V, D]; none: whole.
 
     Attributes:
         embed: the axis that splits D; None if D is whole. The output matrix is gathered over it
@@ -39,8 +39,6 @@ class KernelAxes:
 
 
 _MOST_PIECES = 8  # of the vocabulary, when the output matrix is gathered
-WHOLE_KERNEL = KernelAxes()
-"""Each device has the whole output matrix."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -61,7 +59,7 @@ class LogprobOptions:
     temperature: float
     chunk: int
     ops: Ops
-    kernel_axes: KernelAxes = WHOLE_KERNEL
+    kernel_axes: KernelAxes = KernelAxes()
     listed_gradient: bool = False
 
     def __post_init__(self) -> None:
@@ -78,7 +76,7 @@ def token_blocks(
     tokens: int,
     chunk: int,
     vocab: int,
-    axes: KernelAxes = WHOLE_KERNEL,
+    axes: KernelAxes,
 ) -> tuple[int, int]:
     """Number and size of the blocks of tokens in `token_logprobs`.
 
@@ -320,7 +318,10 @@ def _blocked_logprobs(inputs: _Inputs, options: LogprobOptions) -> _Outputs:
     return _blocked_forward(inputs, options)[0]
 
 
-def _blocked_forward(inputs: _Inputs, options: LogprobOptions) -> tuple[_Outputs, _Residuals]:
+def _blocked_forward(
+    inputs: _Inputs,
+    options: LogprobOptions,
+) -> tuple[_Outputs, _Residuals]:
     hidden, targets, kernel, count, listed = inputs
     kernel = kernel.astype(hidden.dtype)
     if len(hidden) == 1:

@@ -49,7 +49,6 @@ from dcmdp_jax.parallel.sharding import to_host
 from dcmdp_jax.types import Array, Params
 
 
-@functools.lru_cache(maxsize=32)
 def adapted_layers(model: ModelConfig, lora: Lora) -> tuple[Declaration, ...]:
     """Declarations of the matrices that get an adapter.
 
@@ -199,11 +198,7 @@ class Adapted(NamedTuple):
 
 def adapted(base: Params, adapters: Params, lora: Lora) -> Params:
     """The base with a `LoraKernel` for every matrix that has an adapter, as training reads it."""
-
-    def with_adapter(kernel: Any, a: Array, b: Array) -> LoraKernel:
-        return LoraKernel(base=kernel, a=a, b=b, scale=lora.scale)
-
-    return _joined(base, adapters, with_adapter)
+    return _joined(base, adapters, functools.partial(LoraKernel, scale=lora.scale))
 
 
 Policy = Callable[[Params, Params | None], Params]
@@ -483,7 +478,10 @@ def read_adapter(directory: Path, model: ModelConfig) -> Adapter:
             break
     lora = _lora_of_file(directory, fields, names, model, prefix)
 
-    declared = adapter_declarations(model, lora, prefix)
+    try:
+        declared = adapter_declarations(model, lora, prefix)
+    except ArgumentError as error:  # a rank above that of a layer's matrix
+        raise UserError(f"{directory / CONFIG}: r is {lora.rank}: {error.message}") from error
     expected = declared_tensors(declared)
     for name in sorted(expected.keys() | arrays.keys()):
         file_shape: Any = "missing"
@@ -557,17 +555,11 @@ def _lora_of_file(
         )
 
     module_names = {layer.rpartition(".")[2] for layer in file_layers}
-    lora = Lora(
-        rank=int(fields["r"]),
+    return Lora(
+        rank=fields["r"],
         alpha=float(fields["lora_alpha"]),
         targets=tuple(sorted(module_names)),
     )
-    try:
-        # Raises if the rank is above that of a layer's matrix.
-        adapter_declarations(model, lora)
-    except ArgumentError as error:
-        raise UserError(f"{directory / CONFIG}: r is {lora.rank}: {error.message}") from error
-    return lora
 
 
 def _targeted(layer: str, targets: Any) -> bool:

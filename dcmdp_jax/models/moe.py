@@ -3,10 +3,8 @@
 No token is dropped: the rows of each expert are computed together, however many they are.
 """
 
-import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,8 +14,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.declare import Fused, Stack, parameter
+from dcmdp_jax.models.declare import Fused, Scope, Stack
 from dcmdp_jax.models.layers import MLP, Linear
 from dcmdp_jax.models.ops import Ops
 from dcmdp_jax.models.ops.reference import permute
@@ -32,73 +29,60 @@ Aux = dict[str, Array]
 """Statistics of a layer by name; a dense layer has none."""
 
 
-class ExpertLinear(nnx.Module):
-    """The matrices W_e [in, out] of all experts, [E, in, out]; in an engine a `QuantizedKernel`.
-
-    Args:
-        sizes, axes: in and out, and their logical names.
-        std: standard deviation of a fresh W_e.
-        options: of `declare.parameter`.
-    """
-
-    def __init__(
-        self,
-        sizes: tuple[int, int],
-        axes: tuple[str, str],
-        *,
-        std: float,
-        **options: Any,
-    ) -> None:
-        self.kernel = parameter(
-            sizes,
-            axes,
-            init=jax.nn.initializers.normal(std),
-            transposed=True,
-            quantized=True,
-            **options,
-        )
-
-
 class Experts(nnx.Module):
-    """The MLPs that tokens are routed to; see `layers.MLP`."""
+    """The MLPs that tokens are routed to, see `layers.MLP`; a matrix of all is [E, in, out]."""
 
     def __init__(
         self,
-        config: ModelConfig,
+        scope: Scope,
         *,
-        hf_name: str,
-        stacks: tuple[Stack, ...],
         fused: bool,
     ) -> None:
+        config = scope.config
         width = config.moe_intermediate_size
         embed = config.hidden_size
-        stacks = (*stacks, Stack(axis="experts", numbers=range(config.num_experts)))
-
-        def linear(
-            name: str,
-            sizes: tuple[int, int],
-            fused: Fused | None,
-            axes: tuple[str, str] = ("embed", "expert_mlp"),
-        ) -> ExpertLinear:
-            return ExpertLinear(
-                sizes,
-                axes,
-                std=config.initializer_range,
-                hf_name=f"{hf_name}.{{experts}}.{name}.weight",
-                stacks=stacks,
-                fused=fused,
-            )
+        stack = Stack(axis="experts", numbers=range(config.num_experts))
+        expert = Scope(
+            config,
+            f"{scope.hf_name}.{{experts}}",
+            (*scope.stacks, stack),
+        )
+        inward = ("embed", "expert_mlp")
 
         if fused:
-            self.gate_up = linear("gate_up", (embed, 2 * width), None)
-        else:
-            gate_up = f"{hf_name}.gate_up_proj"
-            self.gate = linear(
-                "gate_proj", (embed, width), Fused(hf_name=gate_up, block=0, blocks=2)
+            self.gate_up = Linear(
+                expert.inner("gate_up"),
+                (embed, 2 * width),
+                inward,
             )
-            self.up = linear("up_proj", (embed, width), Fused(hf_name=gate_up, block=1, blocks=2))
-        down = Fused(hf_name=f"{hf_name}.down_proj", block=0, blocks=1)
-        self.down = linear("down_proj", (width, embed), down, ("expert_mlp", "embed"))
+        else:
+            gate_up = f"{scope.hf_name}.gate_up_proj"
+            self.gate = Linear(
+                expert.inner("gate_proj"),
+                (embed, width),
+                inward,
+                fused=Fused(
+                    hf_name=gate_up,
+                    block=0,
+                    blocks=2,
+                ),
+            )
+            self.up = Linear(
+                expert.inner("up_proj"),
+                (embed, width),
+                inward,
+                fused=Fused(
+                    hf_name=gate_up,
+                    block=1,
+                    blocks=2,
+                ),
+            )
+        self.down = Linear(
+            expert.inner("down_proj"),
+            (width, embed),
+            ("expert_mlp", "embed"),
+            fused=Fused(hf_name=f"{scope.hf_name}.down_proj", block=0, blocks=1),
+        )
 
 
 class MoE(nnx.Module):
@@ -115,38 +99,28 @@ class MoE(nnx.Module):
 
     def __init__(
         self,
-        config: ModelConfig,
+        scope: Scope,
         *,
-        hf_name: str,
-        stacks: tuple[Stack, ...] = (),
         fused: bool = False,
     ) -> None:
+        config = scope.config
         self.config = config
         self.fused = fused
         # Engines keep the router in full precision: a token that goes to another expert is a large
         # error.
         self.router = Linear(
+            scope.inner("gate"),
             (config.hidden_size, config.num_experts),
             ("embed", "experts"),
-            std=config.initializer_range,
-            hf_name=f"{hf_name}.gate",
-            stacks=stacks,
             quantized=False,
         )
-        self.experts = Experts(config, hf_name=f"{hf_name}.experts", stacks=stacks, fused=fused)
+        self.experts = Experts(scope.inner("experts"), fused=fused)
         if config.family.shared_expert:
-            self.shared_expert = MLP(
-                config,
-                hf_name=f"{hf_name}.shared_expert",
-                stacks=stacks,
-                fused=fused,
-            )
+            self.shared_expert = MLP(scope.inner("shared_expert"), fused=fused)
             self.shared_gate = Linear(
+                scope.inner("shared_expert_gate"),
                 (config.hidden_size, 1),
                 ("embed", "norm"),
-                std=config.initializer_range,
-                hf_name=f"{hf_name}.shared_expert_gate",
-                stacks=stacks,
                 quantized=False,
             )
 
@@ -297,44 +271,6 @@ def load_balancing_loss(sums: Aux) -> Array:
     return load.size * jnp.sum(lax.stop_gradient(load) * probability)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Routes:
-    """Tokens ordered by expert; a token counts once for each of its k experts.
-
-    Attributes:
-        order, inverse: [T k] int32, a permutation and its inverse.
-        owner: [T k] int32, the expert of each ordered row; the number of experts for one that is
-            not ours.
-        group_sizes: [experts] int32.
-    """
-
-    order: Array
-    inverse: Array
-    owner: Array
-    group_sizes: Array
-
-
-def _routes(experts: Array, num_experts: int) -> _Routes:
-    flat = experts.reshape(-1)
-    order = jnp.argsort(flat, stable=True).astype(jnp.int32)
-    index = jnp.arange(order.size, dtype=jnp.int32)
-    return _Routes(
-        order=order,
-        inverse=jnp.zeros_like(order).at[order].set(index, unique_indices=True),
-        owner=flat[order],
-        group_sizes=jnp.sum(flat[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32),
-    )
-
-
-def _linear(x: Array, kernel: Kernel, routes: _Routes, ops: Ops) -> Array:
-    if isinstance(kernel, QuantizedKernel) and kernel.grouped:
-        kernel = in_float32(kernel).astype(x.dtype)
-    if not isinstance(kernel, QuantizedKernel):
-        return ops.grouped_matmul(x, kernel, routes.group_sizes)
-    product = ops.grouped_matmul(x, kernel.values.astype(x.dtype), routes.group_sizes)
-    return (product * kernel.scale[routes.owner]).astype(x.dtype)
-
-
 def _compute(
     x: Array,
     experts: Array,
@@ -350,26 +286,41 @@ def _compute(
     With `elsewhere` a token's expert may be on another device: it is then `num_experts`, and adds
     0.
     """
+    # Rows are ordered by expert; a token has one for each of its k experts.
+    owner = experts.reshape(-1)
+    order = jnp.argsort(owner, stable=True).astype(jnp.int32)
+    index = jnp.arange(order.size, dtype=jnp.int32)
+    inverse = jnp.zeros_like(order).at[order].set(index, unique_indices=True)
+    row_owner = owner[order]
+    group_sizes = jnp.sum(owner[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
+
+    def linear(x: Array, kernel: Kernel) -> Array:
+        if isinstance(kernel, QuantizedKernel) and kernel.grouped:
+            kernel = in_float32(kernel).astype(x.dtype)
+        if not isinstance(kernel, QuantizedKernel):
+            return ops.grouped_matmul(x, kernel, group_sizes)
+        product = ops.grouped_matmul(x, kernel.values.astype(x.dtype), group_sizes)
+        return (product * kernel.scale[row_owner]).astype(x.dtype)
+
     shape = x.shape
     count = experts.shape[-1]
-    routes = _routes(experts, num_experts)
-    ours = (routes.owner < num_experts)[:, None]
+    ours = (row_owner < num_experts)[:, None]
     rows = jnp.repeat(x.reshape(-1, shape[-1]), count, axis=0)
-    rows = permute(rows, routes.order, routes.inverse)
+    rows = permute(rows, order, inverse)
     # Rows of no group have undefined products, forward and backward; neither leaves this function.
     if elsewhere:
         rows = jnp.where(ours, rows, 0)
 
     if len(kernels) == 2:
-        gate, up = jnp.split(_linear(rows, kernels[0], routes, ops), 2, axis=-1)
+        gate, up = jnp.split(linear(rows, kernels[0]), 2, axis=-1)
     else:
-        gate = _linear(rows, kernels[0], routes, ops)
-        up = _linear(rows, kernels[1], routes, ops)
-    y = _linear(ops.swiglu(gate, up), kernels[-1], routes, ops)
+        gate = linear(rows, kernels[0])
+        up = linear(rows, kernels[1])
+    y = linear(ops.swiglu(gate, up), kernels[-1])
     if elsewhere:
         y = jnp.where(ours, y, 0)
 
-    y = permute(y, routes.inverse, routes.order).reshape(-1, count, shape[-1])
+    y = permute(y, inverse, order).reshape(-1, count, shape[-1])
     weights = weights.reshape(-1, count)
     y = jnp.einsum("tkd,tk->td", y, weights, preferred_element_type=jnp.float32)
     return y.reshape(shape)

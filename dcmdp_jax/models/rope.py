@@ -108,7 +108,7 @@ def read_ropes(
 
 
 def _rope(
-    fields: Mapping[str, Any], max_position_embeddings: int, base: float = 10000.0
+    fields: Mapping[str, Any], max_position_embeddings: int, base: float
 ) -> tuple[float, RopeScaling]:
     """Base and scaling by `rope_parameters` (transformers 5) or `rope_theta` and `rope_scaling`.
 

@@ -95,57 +95,54 @@ def make_row_logprobs(
 
     def row_logprobs(params: Params, rows: Rows) -> RowOutputs:
         with products.products_in(compute.dtype):
-            return forward(params, rows)
+            output = decoder.output_kernel(params)
+            if scheme.weights:
+                output = quantize.straight_through(output, True, scheme.weights)
+                layers = quantize.straight_through(
+                    params["layers"], quantized_leaves(model)["layers"], scheme.weights
+                )
+                params = {**params, "layers": layers}
 
-    def forward(params: Params, rows: Rows) -> RowOutputs:
-        output = decoder.output_kernel(params)
-        if scheme.weights:
-            output = quantize.straight_through(output, True, scheme.weights)
-            layers = quantize.straight_through(
-                params["layers"], quantized_leaves(model)["layers"], scheme.weights
+            counted = None
+            if model.num_experts:
+                counted = logprobs.predicting(rows.completion_mask)
+            inputs = decoder.DecoderInputs(
+                input_ids=rows.input_ids,
+                position_ids=rows.position_ids,
+                segment_ids=rows.segment_ids,
+                counted=counted,
+                replayed=rows.columns.get("routed_experts"),
             )
-            params = {**params, "layers": layers}
+            hidden, router = decoder.hidden_states_and_aux(
+                params,
+                model,
+                inputs,
+                compute,
+                scheme=scheme,
+                **pin,
+            )
+            if head_dtype != "compute":
+                hidden = hidden.astype(head_dtype)
+            mask = rows.completion_mask
+            listed = rows.columns.get(TOP_IDS)
+            token, entropy, *listed_logprobs = token_logprobs(
+                hidden, output, rows.input_ids, mask, listed
+            )
+            outputs = RowOutputs(logprobs=token, entropy=entropy, router=router)
+            if listed is None:
+                return outputs
+            [top] = listed_logprobs
+            if not cut:
+                return outputs._replace(top_logprobs=top)
 
-        counted = None
-        if model.num_experts:
-            counted = logprobs.predicting(rows.completion_mask)
-        inputs = decoder.DecoderInputs(
-            input_ids=rows.input_ids,
-            position_ids=rows.position_ids,
-            segment_ids=rows.segment_ids,
-            counted=counted,
-            replayed=rows.columns.get("routed_experts"),
-        )
-        hidden, router = decoder.hidden_states_and_aux(
-            params,
-            model,
-            inputs,
-            compute,
-            scheme=scheme,
-            **pin,
-        )
-        if head_dtype != "compute":
-            hidden = hidden.astype(head_dtype)
-        mask = rows.completion_mask
-        listed = rows.columns.get(TOP_IDS)
-        token, entropy, *listed_logprobs = token_logprobs(
-            hidden, output, rows.input_ids, mask, listed
-        )
-        outputs = RowOutputs(logprobs=token, entropy=entropy, router=router)
-        if listed is None:
-            return outputs
-        [top] = listed_logprobs
-        if not cut:
-            return outputs._replace(top_logprobs=top)
-
-        # log S: log p_y - log S is the log-prob among the listed tokens.
-        present = listed >= 0
-        log_mass = jax.nn.logsumexp(top, axis=-1, where=present | ~mask[..., None])
-        log_mass = jnp.where(mask, log_mass, 0.0)
-        top = jnp.where(mask[..., None] & present, top - log_mass[..., None], 0.0)
-        return outputs._replace(
-            logprobs=token - log_mass, top_logprobs=top, kept_mass=jnp.exp(log_mass)
-        )
+            # log S: log p_y - log S is the log-prob among the listed tokens.
+            present = listed >= 0
+            log_mass = jax.nn.logsumexp(top, axis=-1, where=present | ~mask[..., None])
+            log_mass = jnp.where(mask, log_mass, 0.0)
+            top = jnp.where(mask[..., None] & present, top - log_mass[..., None], 0.0)
+            return outputs._replace(
+                logprobs=token - log_mass, top_logprobs=top, kept_mass=jnp.exp(log_mass)
+            )
 
     return row_logprobs
 

@@ -39,9 +39,7 @@ _LEAST_GROUP = 1e-10
 _LEAST_BLOCK = 1e-4
 
 
-@functools.partial(
-    jax.tree_util.register_dataclass, data_fields=("weights", "scale"), meta_fields=("products",)
-)
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class SchemeKernel:
     """A matrix whose product is rounded.
@@ -55,7 +53,7 @@ class SchemeKernel:
 
     weights: Array
     scale: Array
-    products: str
+    products: str = dataclasses.field(metadata={"static": True})
 
 
 def with_scheme(layer_params: Params, scheme: Scheme) -> Params:
@@ -83,48 +81,45 @@ def with_scheme(layer_params: Params, scheme: Scheme) -> Params:
         kernels = [linears[name]["kernel"] for name in names]
         scales = _scales(kernels, scheme.products)
         for name, scale in zip(names, scales, strict=True):
-            kernel = SchemeKernel(linears[name]["kernel"], scale, scheme.products)
+            kernel = SchemeKernel(
+                linears[name]["kernel"],
+                scale,
+                scheme.products,
+            )
             linears[name] = {**linears[name], "kernel": kernel}
     return {**layer_params, "attention": attention, "mlp": mlp}
 
 
-def scheme_matmul(x: Array, kernel: SchemeKernel) -> Array:
-    """Q(x) Q(W) of `x` [T, in], in its dtype; see the module."""
-    return _product(x, kernel.weights, kernel.scale, kernel.products)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
-def _product(
+@jax.custom_vjp
+def scheme_matmul(
     x: Array,
-    weights: Array,
-    scale: Array,
-    products: str,
+    kernel: SchemeKernel,
 ) -> Array:
-    return _forward(x, weights, scale, products)[0]
+    """Q(x) Q(W) of `x` [T, in], in its dtype; see the module."""
+    return _forward(x, kernel)[0]
 
 
 def _forward(
     x: Array,
-    weights: Array,
-    scale: Array,
-    products: str,
+    kernel: SchemeKernel,
 ) -> tuple[Array, tuple]:
+    products = kernel.products
     values, x_scale = _round_tokens(x, products)
-    columns = _round_weights(weights, scale, products)
+    columns = _round_weights(kernel)
     if products == "int8":
         sums = jnp.matmul(
             values.astype(jnp.int8), columns.astype(jnp.int8), preferred_element_type=jnp.int32
         )
-        y = sums.astype(jnp.float32) * x_scale * scale
+        y = sums.astype(jnp.float32) * x_scale * kernel.scale
     elif products == "fp8":
         # Exact in bfloat16 and in float32.
         sums = jnp.matmul(
             values.astype(x.dtype), columns.astype(x.dtype), preferred_element_type=jnp.float32
         )
-        y = sums * x_scale * scale
+        y = sums * x_scale * kernel.scale
     else:
         rounded_x = _scaled_tokens(values, x_scale)
-        rounded_weights = _scaled_weights(columns, scale, products)
+        rounded_weights = _scaled_weights(columns, kernel)
         precision = PRECISE
         if products == "fp8_weights_per_block" and x.dtype == jnp.bfloat16:
             rounded_x = rounded_x.astype(jnp.bfloat16)
@@ -140,25 +135,28 @@ def _forward(
     saved_dtype = x.dtype
     if products == "int8":
         saved_dtype = jnp.int8
-    saved = (values.astype(saved_dtype), x_scale, weights, scale)
+    saved = (values.astype(saved_dtype), x_scale, kernel)
     return y.astype(x.dtype), saved
 
 
 def _backward(
-    products: str,
     saved: tuple,
     y_bar: Array,
-) -> tuple[Array, Array, Array]:
-    values, x_scale, weights, scale = saved
+) -> tuple[Array, SchemeKernel]:
+    values, x_scale, kernel = saved
     rounded_x = _scaled_tokens(values.astype(jnp.float32), x_scale)
-    columns = _round_weights(weights, scale, products)
-    rounded_weights = _scaled_weights(columns, scale, products)
+    rounded_weights = _scaled_weights(_round_weights(kernel), kernel)
     x_bar = jnp.matmul(y_bar, rounded_weights.astype(y_bar.dtype).T)
     weights_bar = jnp.matmul(rounded_x.astype(y_bar.dtype).T, y_bar)
-    return x_bar, weights_bar.astype(weights.dtype), jnp.zeros_like(scale)
+    kernel_bar = SchemeKernel(
+        weights_bar.astype(kernel.weights.dtype),
+        jnp.zeros_like(kernel.scale),
+        kernel.products,
+    )
+    return x_bar, kernel_bar
 
 
-_product.defvjp(_forward, _backward)
+scheme_matmul.defvjp(_forward, _backward)
 
 
 def round_cache(x: Array, cache: str) -> Array:
@@ -241,22 +239,19 @@ def _as_synced(kernel: Array) -> Array:
 def rounded_in_blocks(weights: Array) -> Array:
     """A matrix in float8_e4m3fn, a scale for each 128 x 128, as vLLM rounds its bfloat16 form."""
     [scale] = _scales([weights], "fp8_per_block")
-    values = _round_weights(weights, scale, "fp8_per_block")
-    return _scaled_weights(values, scale, "fp8_per_block").astype(weights.dtype)
+    kernel = SchemeKernel(weights, scale, "fp8_per_block")
+    return _scaled_weights(_round_weights(kernel), kernel).astype(weights.dtype)
 
 
-def _round_weights(
-    weights: Array,
-    scale: Array,
-    products: str,
-) -> Array:
+def _round_weights(kernel: SchemeKernel) -> Array:
     """[in, out] float32, whole numbers or e4m3 values, to be multiplied by the scale."""
-    if products == "int8":
-        return jnp.round(jnp.clip(weights.astype(jnp.float32) / scale, -127.0, 127.0))
+    weights = kernel.weights
+    if kernel.products == "int8":
+        return jnp.round(jnp.clip(weights.astype(jnp.float32) / kernel.scale, -127.0, 127.0))
     synced = _as_synced(weights)
-    inverse_scale = 1.0 / _by_input(scale, weights.shape[0])
+    inverse_scale = 1.0 / _by_input(kernel.scale, weights.shape[0])
     values = _to_e4m3(synced * inverse_scale)
-    if products != "fp8_weights_per_block":
+    if kernel.products != "fp8_weights_per_block":
         return values
     # vLLM's CPU kernel reads a value below 2^-6, which has no leading 1, as if it had: m / 8 2^-6
     # as (1 + m / 8) 2^-7.
@@ -267,11 +262,10 @@ def _round_weights(
 
 def _scaled_weights(
     values: Array,
-    scale: Array,
-    products: str,
+    kernel: SchemeKernel,
 ) -> Array:
-    rounded = values * _by_input(scale, values.shape[0])
-    if products == "fp8_weights_per_block":
+    rounded = values * _by_input(kernel.scale, values.shape[0])
+    if kernel.products == "fp8_weights_per_block":
         return _as_synced(rounded)
     return rounded
 

@@ -147,7 +147,7 @@ def _value_and_grad(config: ModelConfig, rows, weights, compute: Compute, mesh=N
             position_ids=rows["position_ids"],
             segment_ids=rows["segment_ids"],
         )
-        hidden = decoder.hidden_states(params, config, inputs, compute, mesh=mesh)
+        hidden = decoder.hidden_states_and_aux(params, config, inputs, compute, mesh=mesh)[0]
         kernel = decoder.output_kernel(params)
         options = LogprobOptions(temperature=1.0, chunk=compute.logprob_chunk, ops=CPU)
         logprobs, _ = token_logprobs(

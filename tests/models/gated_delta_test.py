@@ -237,7 +237,7 @@ def _logprobs(
         position_ids=rows["position_ids"],
         segment_ids=rows["segment_ids"],
     )
-    hidden = decoder.hidden_states(params, config, inputs, Compute(**compute), mesh=mesh)
+    hidden = decoder.hidden_states_and_aux(params, config, inputs, Compute(**compute), mesh=mesh)[0]
     return token_logprobs(
         hidden,
         decoder.output_kernel(params),

@@ -1,11 +1,14 @@
 """Norm, rotary embedding, linear layer and MLP against hand values and transformers."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.declare import Scope
 from dcmdp_jax.models.hf_config import from_hf
 from dcmdp_jax.models.layers import MLP, Linear, RMSNorm, rotary_frequencies, rotary_tables
 from dcmdp_jax.models.ops import CPU, REFERENCE
@@ -16,7 +19,7 @@ CONFIG = ModelConfig("qwen3", 97, 48, 80, 3, 6, 2, 16, rope_theta=1e4)
 
 
 def test_linear_by_hand():
-    layer = Linear((2, 3), ("embed", "mlp"), std=0.02, hf_name="linear", bias=True)
+    layer = Linear(Scope(CONFIG, "linear"), (2, 3), ("embed", "mlp"), bias=True)
     layer.kernel.set_value(jnp.array([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
     layer.bias.set_value(jnp.array([10.0, 20.0, 30.0]))
     # [1, -1] W + b = [1-4, 2-5, 3-6] + b
@@ -24,7 +27,8 @@ def test_linear_by_hand():
 
 
 def test_rms_norm_by_hand():
-    norm = RMSNorm(2, 0.5, axis="norm", hf_name="norm")
+    config = dataclasses.replace(CONFIG, rms_norm_eps=0.5)
+    norm = RMSNorm(Scope(config, "norm"), 2, "norm")
     norm.scale.set_value(jnp.array([2.0, -1.0]))
     # mean square of [3, 4] = 12.5; + 0.5 = 13; no mean is subtracted
     np.testing.assert_allclose(
@@ -33,7 +37,7 @@ def test_rms_norm_by_hand():
 
 
 def test_rms_norm_takes_the_mean_in_float32():
-    norm = RMSNorm(4096, 1e-6, axis="norm", hf_name="norm")
+    norm = RMSNorm(Scope(CONFIG, "norm"), 4096, "norm")
     norm.scale.set_value(jnp.ones(4096))
     x = jnp.full((4096,), 3.0, jnp.bfloat16)
     # The mean square summed in bfloat16 would stop growing at 9 * 256 / 4096; each normed value is
@@ -44,7 +48,7 @@ def test_rms_norm_takes_the_mean_in_float32():
 
 @both
 def test_mlp_is_silu_gated(ops):
-    mlp = MLP(ModelConfig("qwen3", 8, 4, 6, 1, 1, 1, 4), hf_name="mlp")
+    mlp = MLP(Scope(ModelConfig("qwen3", 8, 4, 6, 1, 1, 1, 4), "mlp"))
     for seed, layer in enumerate((mlp.gate, mlp.up, mlp.down)):
         layer.kernel.set_value(
             jax.random.normal(jax.random.key(seed), layer.kernel.get_value().shape)

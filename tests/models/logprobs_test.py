@@ -282,7 +282,9 @@ def test_a_kernel_split_over_devices_gives_the_same(sizes, vocab):
 def test_blocks_of_tokens():
     # The whole kernel: as many as the chunk, the last one padded. In 8 pieces of 48: 10 x 8 tokens
     # at a time hold as many logits; 100 tokens are two blocks of 50.
-    assert token_blocks(100, 30, 48) == (4, 30) and token_blocks(7, 30, 48) == (1, 7)
+    whole = KernelAxes()
+    assert token_blocks(100, 30, 48, whole) == (4, 30)
+    assert token_blocks(7, 30, 48, whole) == (1, 7)
     assert token_blocks(100, 10, 48, KernelAxes(embed="fsdp")) == (2, 50)
     # 31 is prime: one piece.
     assert token_blocks(100, 10, 31, KernelAxes(embed="fsdp")) == (10, 10)

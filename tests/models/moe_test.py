@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from dcmdp_jax.models import decoder
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.declare import Scope
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_config import from_hf, read_model_config, to_hf
 from dcmdp_jax.models.hf_manifest import check_manifest
@@ -105,7 +106,7 @@ def test_a_token_is_the_weighted_sum_of_its_top_k_experts(normalized, replayed):
     The first token has none to replay.
     """
     config = dataclasses.replace(CONFIG, norm_topk_prob=normalized)
-    moe = MoE(config, hf_name="mlp")
+    moe = MoE(Scope(config, "mlp"))
     rng = np.random.default_rng(1)
     kernels = {"router": moe.router.kernel} | {
         name: getattr(moe.experts, name).kernel for name in ("gate", "up", "down")

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dcmdp_jax.models.config import ModelConfig
-from dcmdp_jax.models.decoder import Compute, hidden_states, unpacked_inputs
+from dcmdp_jax.models.decoder import Compute, hidden_states_and_aux, unpacked_inputs
 from dcmdp_jax.models.params import init_params
 from dcmdp_jax.models.scheme import PRODUCTS, Scheme
 from dcmdp_jax.models.scheme_products import round_cache, scheme_matmul, with_scheme
@@ -314,7 +314,7 @@ def test_the_forward_pass_is_that_of_the_scheme_in_float64(products, cache):
     expected = np.exp([float64_logprobs(params, row, scheme) for row in ids])
     apart = {}
     for name, used in (("full", Scheme()), ("scheme", scheme)):
-        hidden = jax.jit(hidden_states, static_argnums=(1, 3), static_argnames="scheme")(
+        hidden, _ = jax.jit(hidden_states_and_aux, static_argnums=(1, 3), static_argnames="scheme")(
             params, WHOLE, unpacked_inputs(ids), Compute(), scheme=used
         )
         probabilities = np.asarray(jax.nn.softmax(hidden @ params["embedding"].T))[:, :-1]

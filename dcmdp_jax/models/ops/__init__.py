@@ -22,7 +22,7 @@ class Ops:
         swiglu: (gate, up) -> silu(gate) * up.
         rotate: (x, rotary) -> rotated heads.
         norm_and_rotate: (x, scale, rotary, eps) -> normed and rotated heads.
-        split: (x, at, axis) -> the first `at` entries along an axis, and the rest.
+        split: (x, at) -> the first `at` entries along the third axis, and the rest.
         grouped_matmul: (x, kernels, group_sizes) -> each row by the matrix of its group.
         softmax_maximum: (x) -> what a softmax over the last axis subtracts. No gradient.
         fuse_qkv: compute q, k and v of the training forward pass as one product with the three
@@ -33,7 +33,7 @@ class Ops:
     swiglu: Callable[[Array, Array], Array]
     rotate: Callable[[Array, Rotary], Array]
     norm_and_rotate: Callable[[Array, Array, Rotary, float], Array]
-    split: Callable[[Array, int, int], tuple[Array, Array]]
+    split: Callable[[Array, int], tuple[Array, Array]]
     grouped_matmul: Callable[[Array, Array, Array], Array]
     softmax_maximum: Callable[[Array], Array]
     fuse_qkv: bool

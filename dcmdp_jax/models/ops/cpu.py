@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from dcmdp_jax.models.ops import reference
 from dcmdp_jax.models.ops.blocks import grouped_matmul as grouped_matmul
 from dcmdp_jax.models.ops.reference import Rotary
 from dcmdp_jax.types import Array
@@ -25,7 +26,7 @@ def swiglu(gate: Array, up: Array) -> Array:
     The backward pass computes the sigmoid again: kept from the forward pass it is one more array of
     the MLP's width to write and to read, which costs more than the exponential.
     """
-    return jax.nn.silu(gate) * up
+    return reference.swiglu(gate, up)
 
 
 def _swiglu_forward(
@@ -69,30 +70,28 @@ def softmax_maximum(x: Array, axis: int = -1) -> Array:
     return jnp.expand_dims(jax.lax.reduce(x, least, larger, (axis % x.ndim,)), axis)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def split(x: Array, at: int, axis: int) -> tuple[Array, Array]:
-    """The first `at` entries along an axis, and the rest. The backward pass copies whole rows.
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def split(x: Array, at: int) -> tuple[Array, Array]:
+    """`reference.split`. The backward pass copies whole rows.
 
     Inside a fusion XLA would compute its concatenation one element at a time.
     """
-    return tuple(jnp.split(x, [at], axis=axis))
+    return reference.split(x, at)
 
 
 def _split_forward(
     x: Array,
     at: int,
-    axis: int,
 ) -> tuple[tuple[Array, Array], None]:
-    return split(x, at, axis), None
+    return split(x, at), None
 
 
 def _split_backward(
     at: int,
-    axis: int,
     saved: None,
     cotangents: tuple[Array, Array],
 ) -> tuple[Array]:
-    return (jnp.concatenate(jax.lax.optimization_barrier(cotangents), axis=axis),)
+    return (jnp.concatenate(jax.lax.optimization_barrier(cotangents), axis=2),)
 
 
 split.defvjp(_split_forward, _split_backward)

@@ -82,9 +82,9 @@ def attention(
     )
 
 
-def split(x: Array, at: int, axis: int) -> tuple[Array, Array]:
-    """The first `at` entries along an axis, and the rest."""
-    return tuple(jnp.split(x, [at], axis=axis))
+def split(x: Array, at: int) -> tuple[Array, Array]:
+    """The first `at` entries along the third axis, and the rest."""
+    return tuple(jnp.split(x, [at], axis=2))
 
 
 def softmax_maximum(x: Array) -> Array:
