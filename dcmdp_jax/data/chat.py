@@ -280,7 +280,11 @@ class CallFormat(NamedTuple):
     prefix: str = ""
 
     def find(self, text: str, tools: Sequence[Schema]) -> tuple[list[dict[str, Any]], list[str]]:
-        """Find the calls in a turn, and what is wrong with unreadable ones; see `find_calls`."""
+        """Find the calls in a turn, each with `name` and `arguments`, typed by the tools' schemas.
+
+        Returns:
+            The calls, and what is wrong with unreadable ones; see `find_calls`.
+        """
         if "syntax" in self.template:
             if self.prefix.rstrip().endswith("<think>"):
                 text = f"<think>{text}"
@@ -308,17 +312,6 @@ class CallFormat(NamedTuple):
                 )
                 return [], [problem]
         return calls, []
-
-    def read(self, text: str, tools: Sequence[Schema]) -> list[dict[str, Any]]:
-        """Read the calls in a turn, each with `name` and `arguments`, typed by the tools' schemas.
-
-        Raises:
-            ValueError: in one line, for a malformed call.
-        """
-        calls, problems = self.find(text, tools)
-        if problems:
-            raise ValueError(problems[0])
-        return calls
 
 
 def named_call(call: Mapping[str, Any]) -> dict[str, Any]:
