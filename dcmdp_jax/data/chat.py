@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dcmdp_jax.data.tool_calls import CALL_FORMATS as CALL_FORMATS
-from dcmdp_jax.data.tool_calls import Schema, find_calls
+from dcmdp_jax.data.tool_calls import Schema, argument_schemas, find_calls
 from dcmdp_jax.errors import UserError, one_line, shorten, shorten_name
 from dcmdp_jax.inputs import json_object
 from dcmdp_jax.rewards.protocol import Message, Problem
@@ -79,8 +79,8 @@ def check_written(
     messages: Sequence[Message],
     template: str,
     noun: str,
-    variables: Mapping[str, Any] = MappingProxyType({}),
-    tools: Sequence[Schema] = (),
+    variables: Mapping[str, Any],
+    tools: Sequence[Schema],
     *,
     schemas: bool = False,
 ) -> None:
@@ -131,7 +131,7 @@ def _undescribed(
             return f"the tool {shorten(name)}"
         if not schemas:
             continue
-        parameters = (function.get("parameters") or {}).get("properties") or {}
+        parameters = argument_schemas(function)
         description = str(function.get("description") or "").strip()
         if not parameters and not is_written(description, text):
             return f"the description of the tool {shorten(name)}"

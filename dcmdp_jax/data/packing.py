@@ -58,7 +58,7 @@ def pack(
     if dropped is None:
         dropped = np.zeros(total, bool)
     lengths = np.array([len(episode.token_ids) for episode in episodes])
-    columns = common_columns([episode.columns for episode in episodes], lengths)
+    columns = common_columns(episodes)
     if lengths.max() > shapes.longest:
         i = np.argmax(lengths > shapes.longest)
         raise ValueError(

@@ -107,7 +107,7 @@ def find_calls(
         is_known = call["name"] in functions and call["arguments"] is not None
         if not is_marked and not is_known:
             continue
-        schemas = _properties(functions.get(call["name"], {}))
+        schemas = argument_schemas(functions.get(call["name"], {}))
         arguments = {}
         for name, value in (call["arguments"] or {}).items():
             arguments[name] = _typed(value, schemas.get(name, {}), is_text=is_xml)
@@ -131,7 +131,7 @@ def tool_functions(tools: Sequence[Schema]) -> dict[str, Schema]:
     return functions
 
 
-def _properties(function: Schema) -> Schema:
+def argument_schemas(function: Schema) -> Schema:
     """The schemas of a tool's arguments by their names."""
     return (function.get("parameters") or {}).get("properties") or {}
 
@@ -203,7 +203,7 @@ def checked_arguments(arguments: Mapping[str, Any], function: Schema) -> dict[st
     Raises:
         ValueError: in one line that names the argument, what it must be, and its value.
     """
-    schemas = _properties(function)
+    schemas = argument_schemas(function)
     required = (function.get("parameters") or {}).get("required") or ()
     for name in arguments:
         if name not in schemas:
