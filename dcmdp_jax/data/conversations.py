@@ -108,14 +108,9 @@ class ConversationEncoder:
             text = text.rstrip()
         completion = encode_texts(self._tokenizer, [text], "the completions")[0]
         if not completion or completion[-1] not in self._end_token_ids:
-            completion = [*completion, self.end_token_id]
+            completion = [*completion, self._tokenizer.eos_token_id]
         ids = [*prompt_ids, *completion]
         return ids, np.arange(len(ids)) >= len(prompt_ids)
-
-    @property
-    def end_token_id(self) -> int:
-        """The token that is written behind a turn to which the template adds none."""
-        return self._tokenizer.eos_token_id
 
     def warn_if_never_stopping(
         self, token_ids: Sequence[np.ndarray], targets: Sequence[np.ndarray]
@@ -160,7 +155,7 @@ class ConversationEncoder:
                 )
                 return as_text, chat.CallFormat(call_format.template)
         try:
-            self.write([*chat.QUESTION, chat.CALLED], [])
+            self.write([*chat.QUESTION, chat.CALLED])
         except Exception:  # any that a template raises: it joins the arguments to its text
             return True, None
         return False, None
@@ -172,10 +167,9 @@ class ConversationEncoder:
         The text before a turn is that of the generation prompt as far as both agree, without a
         thought.
         """
-        question = chat.write_chat(self._tokenizer, chat.QUESTION, **self._variables)
-        answer = {"role": "assistant", "content": _ANSWER}
-        written = chat.write_chat(self._tokenizer, [*chat.QUESTION, answer], **self._variables)
-        prompt = self.write(chat.QUESTION, (), add_generation_prompt=True)
+        question = self.write(chat.QUESTION)
+        prompt = self.write(chat.QUESTION, add_generation_prompt=True)
+        written = self.write([*chat.QUESTION, {"role": "assistant", "content": _ANSWER}])
         if not written.startswith(question) or not prompt.startswith(question):
             return "", ""
         header, has_answer, tail = written[len(question) :].partition(_ANSWER)
@@ -183,7 +177,7 @@ class ConversationEncoder:
             return "", ""
         return os.path.commonprefix([header, prompt[len(question) :]]), tail
 
-    def write(self, messages: Sequence[Message], tools: Sequence[Any], **options: Any) -> Any:
+    def write(self, messages: Sequence[Message], tools: Sequence[Any] = (), **options: Any) -> Any:
         """Messages as the template writes them."""
         return chat.write_chat(self._tokenizer, messages, tools=tools, **self._variables, **options)
 
@@ -204,13 +198,12 @@ class _Chat:
         self.name = f"problem {problem.index} of {problem.source}"
         messages = (*prompt_messages, *problem.completion)
         self._messages = [self._prepared(message) for message in messages]
-        self._turns = []
-        self._learned_turns = []
-        for number, message in enumerate(problem.completion, start=len(prompt_messages)):
-            if message["role"] == "assistant":
-                self._turns.append(number)
-                if message.get(LEARNED, True):
-                    self._learned_turns.append(number)
+        # Numbers of messages: all of the assistant's, those behind the prompt, those learned.
+        self._assistants = [
+            i for i, message in enumerate(messages) if message["role"] == "assistant"
+        ]
+        self._turns = [turn for turn in self._assistants if turn >= self._prompt_size]
+        self._learned_turns = [turn for turn in self._turns if messages[turn].get(LEARNED, True)]
 
     def _prepared(self, message: Message) -> Message:
         """A message as the template takes it: without an end token, calls in their form."""
@@ -298,12 +291,18 @@ class _Chat:
 
     def _turn_starts(self, text: str) -> list[int]:
         """Where the words of each turn behind the prompt begin, in characters."""
-        header, _ = self._encoder.frame
-        assistants = self._assistants()
-        if header and text.count(header) == len(assistants):
-            starts = [match.end() for match in re.finditer(re.escape(header), text)]
-            return starts[len(assistants) - len(self._turns) :]
+        starts = self._header_ends(text)
+        if starts:
+            return [starts[turn] for turn in self._turns]
         return [len(os.path.commonprefix([self._text_before(turn), text])) for turn in self._turns]
+
+    def _header_ends(self, text: str) -> dict[int, int]:
+        """Where the header of each message of the assistant's ends; empty if that is unclear."""
+        header, _ = self._encoder.frame
+        if not header or text.count(header) != len(self._assistants):
+            return {}
+        ends = [match.end() for match in re.finditer(re.escape(header), text)]
+        return dict(zip(self._assistants, ends, strict=True))
 
     # Templates without marks.
 
@@ -340,7 +339,7 @@ class _Chat:
             targets[max(1, first) : last] = True
         ends_chat = bool(learned) and learned[-1] == len(self._messages) - 1
         if ends_chat and ids[last - 1] not in self._encoder._end_token_ids:
-            ids = [*ids[:last], self._encoder.end_token_id]
+            ids = [*ids[:last], self._tokenizer.eos_token_id]
             targets = np.append(targets[:last], True)
         return ids, targets, turn_texts
 
@@ -369,8 +368,8 @@ class _Chat:
         if turn:
             return self._write(self._messages[:turn], add_generation_prompt=True)
         # Many templates can't write a chat of nothing: here the words follow the header.
-        question = self._encoder.write(chat.QUESTION, ())
-        header = self._encoder.write(chat.QUESTION, (), add_generation_prompt=True)
+        question = self._encoder.write(chat.QUESTION)
+        header = self._encoder.write(chat.QUESTION, add_generation_prompt=True)
         return "".join(self._write(self._messages).partition(header.removeprefix(question))[:2])
 
     def _why_no_prefix(self, text: str, turn: int, before: str, after: str) -> str:
@@ -403,17 +402,13 @@ class _Chat:
         self, text: str, turn_texts: Mapping[int, str]
     ) -> dict[int, tuple[int, int]] | None:
         """Start and end of each learned turn in characters; None if unknown or not as compared."""
-        header, tail = self._encoder.frame
-        assistants = self._assistants()
-        if not header or not tail or text.count(header) != len(assistants):
+        _, tail = self._encoder.frame
+        starts = self._header_ends(text)
+        if not starts or not tail:
             return None
         limits = {}
-        learned = set(self._learned_turns)
-        headers = re.finditer(re.escape(header), text)
-        for turn, match in zip(assistants, headers, strict=True):
-            end = text.find(tail, match.end()) + len(tail)
-            if turn in learned:
-                limits[turn] = match.end(), end
+        for turn in self._learned_turns:
+            limits[turn] = starts[turn], text.find(tail, starts[turn]) + len(tail)
         for turn, turn_text in turn_texts.items():
             if not text[slice(*limits[turn])].endswith(turn_text) or not turn_text.endswith(tail):
                 return None
@@ -428,11 +423,6 @@ class _Chat:
         if not all(text.startswith(beginning, start) for start, _ in limits.values()):
             return None
         return {turn: (start + len(beginning), end) for turn, (start, end) in limits.items()}
-
-    def _assistants(self) -> list[int]:
-        """The numbers of the assistant's messages, those of the prompt included."""
-        messages = enumerate(self._messages)
-        return [number for number, message in messages if message["role"] == "assistant"]
 
     def _token_span(
         self,
@@ -522,7 +512,7 @@ def _words(value: Any) -> list[str]:
             words += _words(entry)
         return words
     if isinstance(value, str) and value:
-        return [str(value)]
+        return [value]
     return [json.dumps(value)]
 
 
