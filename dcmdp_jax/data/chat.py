@@ -223,6 +223,11 @@ def chat_messages(problem: Problem, prompt_suffix: str) -> list[Message]:
     return messages
 
 
+def problem_name(problem: Problem) -> str:
+    """A problem by its row, for messages."""
+    return f"problem {problem.index} of {problem.source}"
+
+
 def problem_texts(problem: Problem) -> list[str]:
     """The problem's own texts."""
     messages = *problem.messages, *problem.completion

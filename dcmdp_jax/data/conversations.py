@@ -195,7 +195,7 @@ class _Chat:
         self._tokenizer = encoder._tokenizer
         self._problem = problem
         self._prompt_size = len(prompt_messages)
-        self.name = f"problem {problem.index} of {problem.source}"
+        self.name = chat.problem_name(problem)
         messages = (*prompt_messages, *problem.completion)
         self._messages = [self._prepared(message) for message in messages]
         # Numbers of messages: all of the assistant's, those behind the prompt, those learned.

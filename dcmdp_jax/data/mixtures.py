@@ -17,9 +17,6 @@ import numpy as np
 
 from dcmdp_jax.errors import UserError, shorten
 
-ARITHMETIC = "arithmetic"
-"""The built-in task, which a location names before a colon."""
-
 # "@" and a number at the end. A Hub configuration that is a number needs a weight behind it.
 _WEIGHT = re.compile(r"(.*)@([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*", re.DOTALL)
 _FUNCTION = re.compile(r"[^,:]+\.py:[^\W\d]\w*")
@@ -155,8 +152,13 @@ def is_function(location: str) -> bool:
     return _FUNCTION.fullmatch(location.partition(",")[0]) is not None
 
 
+def is_arithmetic(location: str) -> bool:
+    """Whether a location is the built-in task, `arithmetic:key=value,...`."""
+    return location.partition(":")[0] == "arithmetic"
+
+
 def _has_settings(location: str) -> bool:
-    return location.partition(":")[0] == ARITHMETIC or is_function(location)
+    return is_arithmetic(location) or is_function(location)
 
 
 def cycle(weights: Sequence[Fraction]) -> list[int]:

@@ -52,7 +52,8 @@ def meet(
         _wait_for_all(listener, coordinator, processes, timeout_s)
 
 
-def _split(address: str) -> tuple[str, int]:
+def split_address(address: str) -> tuple[str, int]:
+    """Host, without the brackets of an IPv6 address, and port of HOST:PORT."""
     name, _, port = address.rpartition(":")
     return name.removeprefix("[").removesuffix("]"), int(port)
 
@@ -171,7 +172,7 @@ def _send(callers: Mapping[int, tuple[str, socket.socket]], **message: object) -
 
 def _listen(listen_at: str) -> socket.socket:
     """A socket at the named address alone."""
-    host, port = _split(listen_at)
+    host, port = split_address(listen_at)
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -216,7 +217,7 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> N
         seconds_left = max(_RETRY_S, end - time.monotonic())
         try:
             with socket.create_connection(
-                _split(coordinator), timeout=min(seconds_left, _SAY_EVERY_S)
+                split_address(coordinator), timeout=min(seconds_left, _SAY_EVERY_S)
             ) as connection:
                 # The reason if the connection ends from here on.
                 reason = "process 0 left before all were here, or another program has this address"
