@@ -127,9 +127,9 @@ class ArithmeticSpec:
         """
         truth = {"true": True, "false": False}
         types = {field.name: type(field.default) for field in dataclasses.fields(cls)}
-        values: dict[str, Any] = {}
+        values = {}
         settings = location.partition(":")[2]
-        for key, value in task_arguments(location, settings, list(types)).items():
+        for key, value in task_arguments(location, settings, types).items():
             try:
                 if types[key] is bool:
                     values[key] = truth[value]

@@ -227,7 +227,6 @@ class _Chat:
             text,
             self._tokenizer,
             self._messages,
-            template="the chat template",
             noun=self.name,
             variables=self._encoder._variables,
             tools=self._problem.tools,
@@ -347,21 +346,19 @@ class _Chat:
         self, text: str, turns: Sequence[int]
     ) -> tuple[list[int], dict[int, tuple[int, int]], dict[int, str]]:
         """Return the ids of the chat, and the span of tokens and the text of each turn."""
-        texts = [self._text_before(turn) for turn in turns]
-        texts += [self._write(self._messages[: turn + 1]) for turn in turns]
-        ids, *prefixes = encode_texts(self._tokenizer, [text, *texts], self.name)
+        befores = [self._text_before(turn) for turn in turns]
+        afters = [self._write(self._messages[: turn + 1]) for turn in turns]
+        ids, *prefixes = encode_texts(self._tokenizer, [text, *befores, *afters], self.name)
 
         spans = {}
         turn_texts = {}
         for i, turn in enumerate(turns):
-            before = texts[i]
-            after = texts[i + len(turns)]
             ids_before = prefixes[i]
             ids_after = prefixes[i + len(turns)]
             if ids[: len(ids_before)] != ids_before or ids[: len(ids_after)] != ids_after:
-                raise UserError(self._why_no_prefix(text, turn, before, after))
+                raise UserError(self._why_no_prefix(text, turn, befores[i], afters[i]))
             spans[turn] = len(ids_before), len(ids_after)
-            turn_texts[turn] = text[len(before) : len(after)]
+            turn_texts[turn] = text[len(befores[i]) : len(afters[i])]
         return ids, spans, turn_texts
 
     def _text_before(self, turn: int) -> str:

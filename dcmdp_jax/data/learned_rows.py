@@ -77,11 +77,11 @@ def messages_to_learn(messages: Sequence[Message], field: str) -> tuple[Message,
     return prepared
 
 
-def messages_to_read(messages: Sequence[Message], field: str) -> tuple[Message, ...]:
+def messages_to_read(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages of a prompt, none of which is learned: a weight of more than 0 is refused."""
     prepared = []
     for number, message in enumerate(messages):
-        path = f"{field}[{number}]"
+        path = f"prompt[{number}]"
         if _flag(message, path):
             raise UserError(
                 f"{path} is to be learned, and a prompt is not: move it to the completion"

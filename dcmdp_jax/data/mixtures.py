@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from pathlib import Path
 
@@ -47,8 +47,7 @@ def parse_mixture(text: str) -> tuple[Part, ...]:
         UserError: in one line, for an empty location, a weight out of range, or a task that is
             there twice.
     """
-    locations = []
-    weights = []
+    weights = {}
     for item in split_locations(text):
         match = _WEIGHT.fullmatch(item)
         location = item.strip()
@@ -62,16 +61,20 @@ def parse_mixture(text: str) -> tuple[Part, ...]:
             raise UserError(
                 f"got {shorten(item)}, a weight must be above 0 and at most {_LARGEST_WEIGHT}"
             )
-        if location in locations:
+        if location in weights:
             raise UserError(
                 f"got {shorten(location)} twice, name it once and raise its weight (@2)"
             )
-        locations.append(location)
-        weights.append(weight)
-    if sum(cycle(weights)) > _LONGEST_CYCLE:
-        raise UserError(f"got weights {', '.join(map(str, weights))}, give them fewer digits")
-    tasks = zip(location_names(locations), locations, weights, strict=True)
-    return tuple(Part(name=name, location=path, weight=weight) for name, path, weight in tasks)
+        weights[location] = weight
+    if sum(cycle(weights.values())) > _LONGEST_CYCLE:
+        raise UserError(
+            f"got weights {', '.join(map(str, weights.values()))}, give them fewer digits"
+        )
+    names = location_names(list(weights))
+    return tuple(
+        Part(name=name, location=location, weight=weights[location])
+        for name, location in zip(names, weights, strict=True)
+    )
 
 
 def split_locations(text: str) -> list[str]:
@@ -92,7 +95,7 @@ def split_locations(text: str) -> list[str]:
     return locations
 
 
-def task_arguments(location: str, settings: str, keys: Sequence[str] = ()) -> dict[str, str]:
+def task_arguments(location: str, settings: str, keys: Collection[str] = ()) -> dict[str, str]:
     """The settings of a task, `key=value,...`, as text.
 
     Args:
@@ -161,7 +164,7 @@ def _has_settings(location: str) -> bool:
     return is_arithmetic(location) or is_function(location)
 
 
-def cycle(weights: Sequence[Fraction]) -> list[int]:
+def cycle(weights: Collection[Fraction]) -> list[int]:
     """Prompts of each task in one cycle: the smallest integers in proportion to the weights."""
     unit = math.lcm(*(weight.denominator for weight in weights))
     counts = [int(weight * unit) for weight in weights]

@@ -157,7 +157,6 @@ def encode_prompts(
             text = chat.render_checked(
                 tokenizer,
                 messages,
-                "the chat template",
                 chat.problem_name(problem),
                 variables,
                 problem.tools,

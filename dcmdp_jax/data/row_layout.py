@@ -151,7 +151,7 @@ def make_row_shapes(
         int(micro_batch_tokens / 2 ** (step / 2))
         for step in range(2 * micro_batch_tokens.bit_length())
     ]
-    candidates: dict[RowShapes, None] = {}
+    candidates = {}
     for lengths in ladders:
         for limit in token_limits:
             rows = tuple(_even(limit // length, completions, row_shards) for length in lengths)
@@ -225,10 +225,10 @@ def lay_out(lengths: Int[np.ndarray, " n"], shapes: RowShapes) -> RowLayout:
 
     layout = RowLayout(
         micro_batches=np.zeros(len(shapes.row_lengths), np.int32),
-        shape=np.zeros(len(falling), np.int64),
-        row=np.zeros(len(falling), np.int64),
-        start=np.zeros(len(falling), np.int64),
-        segment=np.zeros(len(falling), np.int64),
+        shape=np.zeros_like(lengths),
+        row=np.zeros_like(lengths),
+        start=np.zeros_like(lengths),
+        segment=np.zeros_like(lengths),
     )
     for shape, rows in enumerate(rows_of_shapes):
         per_micro = shapes.rows_per_micro_batch[shape]
@@ -337,7 +337,7 @@ def _single_rows(falling: list[int], shapes: RowShapes) -> _Rows:
         need = bisect.bisect_left(falling, -next_shorter, key=lambda length: -length)
         least_costs[:need] = [np.inf] * need
 
-    rows_of_shapes: _Rows = [[] for _ in range(kinds)]
+    rows_of_shapes = [[] for _ in range(kinds)]
     placed = count
     for shape, sizes in enumerate(last_sizes):
         while sizes[placed]:
@@ -364,7 +364,7 @@ def _best_fit(falling: list[int], shapes: RowShapes, counts: Sequence[int]) -> _
 
     Sequences go longest first into the fullest row with room, else into a new one of the longest.
     """
-    rows_of_shapes: _Rows = []
+    rows_of_shapes = []
     # (room, shape, row) of all rows with room, rising.
     open_rows = []
     for shape, length in enumerate(shapes.row_lengths[:-1]):

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcmdp_jax.data.chat import render_chat, render_checked
+from dcmdp_jax.data.chat import QUESTION, render_chat, render_checked
 from dcmdp_jax.errors import UserError, one_line, shorten, shorten_name
 from dcmdp_jax.inputs import TOKENIZER_FILES, has_tokenizer, read_json_object
 
@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 # run of spaces.
 _MESSAGE = "Find 1+1.\n\n  Answer in one line: 12 + 30 = ?"
 _CHAT = (
-    {"role": "user", "content": "What is 2+3?"},
+    *QUESTION,
     {"role": "assistant", "content": "5"},
     {"role": "user", "content": _MESSAGE},
 )
@@ -119,9 +119,11 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
 
 def fix_date(tokenizer: PreTrainedTokenizerBase, moment: datetime) -> None:
     """Let the chat template always write this date (`strftime_now`); ignores a time zone."""
-    render = functools.partial(type(tokenizer).apply_chat_template, tokenizer)
-    write_date = moment.replace(tzinfo=None).strftime
-    tokenizer.apply_chat_template = functools.partial(render, strftime_now=write_date)
+    tokenizer.apply_chat_template = functools.partial(
+        type(tokenizer).apply_chat_template,
+        tokenizer,
+        strftime_now=moment.replace(tzinfo=None).strftime,
+    )
 
 
 def _as_written(tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedTokenizerBase:
@@ -199,7 +201,7 @@ def _encoded(
 def _check_round_trip(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Refuse a template that leaves out a message, and a tokenizer that loses characters."""
     noun = "a chat of two questions"
-    text = render_checked(tokenizer, _CHAT, f"tokenizer {path}: its chat template", noun)
+    text = render_checked(tokenizer, _CHAT, noun, template=f"tokenizer {path}: its chat template")
     ids = encode_texts(tokenizer, [text], noun)[0]
     decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if _MESSAGE in decoded:

@@ -163,10 +163,9 @@ def _read_function(text: str, start: re.Match[str]) -> tuple[dict[str, Any], int
     closing = _FUNCTION_END.match(text, end)
     if closing:
         end = closing.end()
-    call = {"name": start["name"].strip(), "arguments": arguments}
     if not arguments and not closing:
-        call["arguments"] = None
-    return call, end
+        arguments = None
+    return {"name": start["name"].strip(), "arguments": arguments}, end
 
 
 def _typed(value: Any, schema: Schema, *, is_text: bool) -> Any:
@@ -269,10 +268,9 @@ def checked_value(value: Any, schema: Schema, name: str) -> Any:
 
 def _type_names(schema: Schema) -> list[str]:
     """The types that a schema allows, as far as they are known."""
-    declared = schema.get("type")
-    names = declared or []
-    if isinstance(declared, str):
-        names = [declared]
+    names = schema.get("type") or []
+    if isinstance(names, str):
+        names = [names]
     return [name for name in names if name in _TYPES]
 
 

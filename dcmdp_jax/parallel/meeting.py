@@ -191,7 +191,7 @@ def _listen(listen_at: str) -> socket.socket:
             first_ip,
         )
 
-    problem: OSError | None = None
+    problem = None
     for family, *_, address in addresses:
         try:
             return socket.create_server(address, family=family, backlog=128)
@@ -212,7 +212,6 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> N
     end = time.monotonic() + timeout_s
     warned_at = time.monotonic()
     reason = "nobody answers"
-    refused = None
     while time.monotonic() < end:
         seconds_left = max(_RETRY_S, end - time.monotonic())
         try:
@@ -224,9 +223,9 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> N
                 connection.sendall(json.dumps(greeting).encode() + b"\n")
                 # However long it takes: process 0 knows better than this one how long to wait.
                 for answer in _answers(connection):
-                    refused = answer.get("error")
-                    if refused:
-                        break
+                    if answer.get("error"):
+                        argument, _, message = str(answer["error"]).partition(": ")
+                        raise ArgumentError(argument, message)
                     if answer.get("go") is True:
                         return
                     if answer.get("say"):
@@ -234,9 +233,6 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> N
                         logger.warning(str(answer["say"]))
         except OSError as error:
             reason = error.strerror or str(error)
-        if refused:
-            argument, _, message = str(refused).partition(": ")
-            raise ArgumentError(argument, message)
         if time.monotonic() - warned_at >= _SAY_EVERY_S:
             warned_at = time.monotonic()
             logger.warning(

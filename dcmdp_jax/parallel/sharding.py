@@ -62,8 +62,8 @@ def partition_spec(axes: Axes, table: Mapping[str, MeshAxes]) -> P:
     Raises:
         ValueError: if a name is not in the table, or two dimensions land on one mesh axis.
     """
-    mesh_axes: list[MeshAxes] = []
-    name_on_axis: dict[str, str | None] = {}
+    mesh_axes = []
+    name_on_axis = {}
     for name in axes:
         if name is not None and name not in table:
             raise ValueError(f"logical axis {name!r} is unknown, the table has {', '.join(table)}")
@@ -137,13 +137,13 @@ def state_shardings(state: Any, shapes: Params, logical_axes: Params, mesh: Mesh
     shardings = jax.tree.leaves(param_shardings(logical_axes, shapes, mesh))
     parameters = {}
     for (path, leaf), param_sharding in zip(leaves, shardings, strict=True):
-        parameters[_keys(path)] = tuple(leaf.shape), param_sharding
+        parameters[_keys(path)] = leaf.shape, param_sharding
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         keys = _keys(path)
         for start in range(len(keys)):
             shape, param_sharding = parameters.get(keys[start:], (None, None))
-            if shape == tuple(leaf.shape):
+            if shape == leaf.shape:
                 return param_sharding
         return replicated(mesh)
 
@@ -315,7 +315,7 @@ def to_local(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     if x.is_fully_addressable:
         return x
 
-    devices: dict[int, list[jax.Device]] = {}
+    devices = {}
     for device in x.sharding.mesh.devices.flat:
         devices.setdefault(device.process_index, []).append(device)
     local = devices[jax.process_index()]

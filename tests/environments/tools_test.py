@@ -11,9 +11,10 @@ from transformers.utils import get_json_schema
 
 from dcmdp_jax.commands.flags import load_config
 from dcmdp_jax.data.arithmetic import build_tokenizer
-from dcmdp_jax.data.chat import CALL_FORMATS, find_call_format
+from dcmdp_jax.data.chat import find_call_format
 from dcmdp_jax.data.prompts import encode_prompts
 from dcmdp_jax.data.rows import problem_from_row
+from dcmdp_jax.data.tool_calls import CALL_FORMATS
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import TurnRules, TurnSampler, answer_text
