@@ -62,7 +62,7 @@ def partition_spec(axes: Axes, table: Mapping[str, MeshAxes]) -> P:
     Raises:
         ValueError: if a name is not in the table, or two dimensions land on one mesh axis.
     """
-    mesh_axes = []
+    mesh_axes: list[MeshAxes] = []
     name_on_axis = {}
     for name in axes:
         if name is not None and name not in table:
