@@ -127,7 +127,7 @@ class ArithmeticSpec:
         """
         truth = {"true": True, "false": False}
         types = {field.name: type(field.default) for field in dataclasses.fields(cls)}
-        values = {}
+        values: dict[str, Any] = {}
         settings = location.partition(":")[2]
         for key, value in task_arguments(location, settings, types).items():
             try:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dcmdp_jax.data import chat
-from dcmdp_jax.data.tokenizer import encode_texts, encode_with_offsets
+from dcmdp_jax.data.tokenizer import encode_texts, token_offsets
 from dcmdp_jax.errors import UserError, one_line, shorten_name
 from dcmdp_jax.rewards.protocol import LEARNED, Message, Problem
 
@@ -270,7 +270,7 @@ class _Chat:
         )
         ids = encoded["input_ids"]
         marked = np.array(encoded["assistant_masks"], bool)
-        _, offsets = encode_with_offsets(self._tokenizer, text, self.name)
+        offsets = token_offsets(self._tokenizer, text, self.name)
         starts = [start for start, _ in offsets]
         turn_starts = self._turn_starts(text)
 
@@ -324,7 +324,7 @@ class _Chat:
                 # Words of the chat look like the template's.
                 ids, spans, turn_texts = self._compared(text, learned)
             else:
-                _, offsets = encode_with_offsets(self._tokenizer, text, self.name)
+                offsets = token_offsets(self._tokenizer, text, self.name)
                 for turn, (start, end) in limits.items():
                     turn_texts[turn] = text[start:end]
                     spans.setdefault(turn, self._token_span(offsets, start, end))

@@ -189,7 +189,7 @@ def _function_rows(location: str) -> _NamedRows:
     """Rows of a user's function, called with the location's settings, each JSON or else text."""
     name, _, settings = location.partition(",")
     function = load_object(name, "function")
-    arguments = {}
+    arguments: dict[str, Any] = {}
     for key, text in task_arguments(location, settings).items():
         try:
             arguments[key] = json.loads(text)

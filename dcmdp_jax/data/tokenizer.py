@@ -169,16 +169,15 @@ def encode_texts(
     return _encoded(tokenizer, texts, noun)["input_ids"]
 
 
-def encode_with_offsets(
+def token_offsets(
     tokenizer: PreTrainedTokenizerBase, text: str, noun: str
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ids of a text as `encode_texts`, and the start and end of each in its characters.
+) -> list[tuple[int, int]]:
+    """Start and end, in characters, of each token that `encode_texts` makes of a text.
 
     Raises:
         UserError: in one line with `noun`, a name of the text.
     """
-    encoded = _encoded(tokenizer, [text], noun, return_offsets_mapping=True)
-    return encoded["input_ids"][0], encoded["offset_mapping"][0]
+    return _encoded(tokenizer, [text], noun, return_offsets_mapping=True)["offset_mapping"][0]
 
 
 def _encoded(
