@@ -27,7 +27,7 @@ class Setting:
             in what portions, or what happens to broken input, not what is learned.
     """
 
-    doc: str = ""
+    doc: str
     unit: str = ""
     source: str = ""
     choices: tuple[str, ...] = ()
@@ -58,13 +58,13 @@ class Declared:
         return low, high
 
 
-def setting(default: Any, **about: Any) -> Any:
+def setting(default: Any, doc: str = "", **about: Any) -> Any:
     """Declare a setting as a dataclass field. `about` are further attributes of `Setting`.
 
-    The docstring of the class describes it, under "Attributes:", as `name: What it does. Source:
-    ours.`
+    Without `doc` the docstring of the class describes it, under "Attributes:", as `name: What it
+    does. Source: ours.`
     """
-    return dataclasses.field(default=default, metadata=about)
+    return dataclasses.field(default=default, metadata={"setting": Setting(doc, **about)})
 
 
 @functools.cache
@@ -84,7 +84,9 @@ def declared(kind: type) -> dict[str, Declared]:
                 name=field.name,
                 type=hint,
                 default=field.default,
-                about=Setting(**described.get(field.name, {}), **field.metadata),
+                about=dataclasses.replace(
+                    field.metadata["setting"], **described.get(field.name, {})
+                ),
             )
     return settings
 
@@ -96,5 +98,7 @@ def _described(kind: type) -> dict[str, dict[str, str]]:
     for entry in re.split(r"\n {4}(?=\w+: )", f"\n{attributes}"):
         name, _, text = " ".join(entry.split()).partition(": ")
         doc, _, source = text.partition(" Source: ")
-        described[name] = {"doc": doc, "source": source.removesuffix(".")}
+        described[name] = {"doc": doc}
+        if source:
+            described[name]["source"] = source.removesuffix(".")
     return described

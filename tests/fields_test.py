@@ -14,20 +14,13 @@ from dcmdp_jax.fields import Setting, declared, setting
 
 @dataclasses.dataclass(frozen=True)
 class _Inner:
-    """Two settings.
-
-    Attributes:
-        size: A size.
-        kind: A kind. Source: ours.
-    """
-
-    size: int = setting(3, unit="rows", minimum=1, maximum=10)
-    kind: str = setting("a", choices=("a", "b", "c"))
+    size: int = setting(3, "A size.", unit="rows", minimum=1, maximum=10)
+    kind: str = setting("a", "A kind.", choices=("a", "b", "c"))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Outer:
-    rate: float = setting(0.5, free=True)
+    rate: float = setting(0.5, "A rate.", free=True)
     inner: _Inner = _Inner()
 
 
@@ -37,7 +30,6 @@ def test_declarations_are_found_by_their_dotted_names():
     size = found["inner.size"]
     assert (size.type, size.default, size.bounds()) == (int, 3, (1, 10))
     assert size.about == Setting("A size.", unit="rows", minimum=1, maximum=10)
-    assert found["inner.kind"].about.source == "ours"
     assert found["rate"].about.free and not size.about.free
     assert found["rate"].bounds() == (1 - 2**31, 2**31 - 1)
 
