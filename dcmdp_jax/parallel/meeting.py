@@ -12,7 +12,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dcmdp_jax.errors import ArgumentError, UserError
@@ -65,7 +65,8 @@ def _wait_for_all(
     timeout_s: float,
 ) -> None:
     """Process 0: wait until all processes have come; tell each to go, or why not."""
-    callers: dict[int, tuple[str, socket.socket]] = {}  # number -> host and connection
+    callers: dict[int, socket.socket] = {}
+    names: dict[int, str] = {}  # of the callers' hosts
     failure = ""
     began = time.monotonic()
     end = began + timeout_s
@@ -92,35 +93,36 @@ def _wait_for_all(
                     next_line = now + _SAY_EVERY_S
                     line = f"waiting for {missing} of {processes} at {coordinator}"
                     logger.warning(line)
-                    _send(callers, say=line)
+                    _send(callers.values(), say=line)
                 for key, _ in selector.select(min(end, next_line) - now):
                     if key.fileobj is not listener:
                         # A process that has greeted sends nothing more: its connection has ended,
                         # and it is missing again.
                         selector.unregister(key.fileobj)
-                        _, caller = callers.pop(key.data)
-                        caller.close()
+                        callers.pop(key.data).close()
                         continue
-                    number = _greet(listener, callers, processes)
+                    number = _greet(listener, callers, names, processes)
                     if number:
-                        _, caller = callers[number]
-                        selector.register(caller, selectors.EVENT_READ, number)
+                        selector.register(callers[number], selectors.EVENT_READ, number)
         except UserError as error:
             failure = str(error)
             raise
         finally:
             if failure:
-                _send(callers, error=failure)
+                _send(callers.values(), error=failure)
             else:
-                _send(callers, go=True)
-            for _, caller in callers.values():
+                _send(callers.values(), go=True)
+            for caller in callers.values():
                 caller.close()
 
 
 def _greet(
-    listener: socket.socket, callers: dict[int, tuple[str, socket.socket]], processes: int
+    listener: socket.socket,
+    callers: dict[int, socket.socket],
+    names: dict[int, str],
+    processes: int,
 ) -> int:
-    """Accept a caller and add it to `callers`.
+    """Accept a caller and add it to `callers`, and its host to `names`.
 
     Returns:
         Its number; 0 if it is no process of a run.
@@ -144,10 +146,9 @@ def _greet(
         return 0
 
     if number in callers:
-        other_name, _ = callers[number]
         problem = ArgumentError(
             "process",
-            f"{number} on both {other_name} and {name}; each process has a number of its own",
+            f"{number} on both {names[number]} and {name}; each process has a number of its own",
         )
     elif count != processes or not 0 < number < processes:
         problem = ArgumentError(
@@ -156,16 +157,17 @@ def _greet(
             "with the same command",
         )
     else:
-        callers[number] = name, caller
-        _send({number: callers[number]}, heard=True)
+        callers[number] = caller
+        names[number] = name
+        _send([caller], heard=True)
         return number
-    _send({number: (name, caller)}, error=str(problem))
+    _send([caller], error=str(problem))
     caller.close()
     raise problem
 
 
-def _send(callers: Mapping[int, tuple[str, socket.socket]], **message: object) -> None:
-    for _, caller in callers.values():
+def _send(callers: Iterable[socket.socket], **message: object) -> None:
+    for caller in callers:
         with contextlib.suppress(OSError):
             caller.sendall(json.dumps(message).encode() + b"\n")
 
