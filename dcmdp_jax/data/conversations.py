@@ -346,9 +346,11 @@ class _Chat:
         self, text: str, turns: Sequence[int]
     ) -> tuple[list[int], dict[int, tuple[int, int]], dict[int, str]]:
         """Return the ids of the chat, and the span of tokens and the text of each turn."""
-        befores = [self._text_before(turn) for turn in turns]
-        afters = [self._write(self._messages[: turn + 1]) for turn in turns]
-        ids, *prefixes = encode_texts(self._tokenizer, [text, *befores, *afters], self.name)
+        texts_before = [self._text_before(turn) for turn in turns]
+        texts_after = [self._write(self._messages[: turn + 1]) for turn in turns]
+        ids, *prefixes = encode_texts(
+            self._tokenizer, [text, *texts_before, *texts_after], self.name
+        )
 
         spans = {}
         turn_texts = {}
@@ -356,9 +358,9 @@ class _Chat:
             ids_before = prefixes[i]
             ids_after = prefixes[i + len(turns)]
             if ids[: len(ids_before)] != ids_before or ids[: len(ids_after)] != ids_after:
-                raise UserError(self._why_no_prefix(text, turn, befores[i], afters[i]))
+                raise UserError(self._why_no_prefix(text, turn, texts_before[i], texts_after[i]))
             spans[turn] = len(ids_before), len(ids_after)
-            turn_texts[turn] = text[len(befores[i]) : len(afters[i])]
+            turn_texts[turn] = text[len(texts_before[i]) : len(texts_after[i])]
         return ids, spans, turn_texts
 
     def _text_before(self, turn: int) -> str:
