@@ -66,6 +66,7 @@ def parse_mixture(text: str) -> tuple[Part, ...]:
                 f"got {shorten(location)} twice, name it once and raise its weight (@2)"
             )
         weights[location] = weight
+
     if sum(cycle(weights.values())) > _LONGEST_CYCLE:
         raise UserError(
             f"got weights {', '.join(map(str, weights.values()))}, give them fewer digits"
@@ -195,7 +196,7 @@ class PromptStream:
         if len(self.sizes) == 1:
             return prompt_order(self.sizes[0], seed=seed, first=first, count=count)
         shares = cycle(self.weights)
-        starts = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
+        starts = np.cumsum((0, *self.sizes[:-1]))
         first_cycle, offset = divmod(first, sum(shares))
         cycles = range(first_cycle, (first + count) // sum(shares) + 1)
         tasks = np.concatenate([_tasks(shares, seed, number) for number in cycles])
