@@ -336,7 +336,7 @@ class _Chat:
             while last > first and not self._tokenizer.decode(ids[last - 1 : last]).strip():
                 last -= 1
             targets[max(1, first) : last] = True
-        ends_chat = bool(learned) and learned[-1] == len(self._messages) - 1
+        ends_chat = learned[-1:] == [len(self._messages) - 1]
         if ends_chat and ids[last - 1] not in self._encoder._end_token_ids:
             ids = [*ids[:last], self._tokenizer.eos_token_id]
             targets = np.append(targets[:last], True)

@@ -156,7 +156,7 @@ def _sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], noun: str
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], noun: str
 ) -> list[list[int]]:
     """Ids of texts, in which special tokens are recognized and none is added.
 
@@ -182,12 +182,12 @@ def token_offsets(
 
 def _encoded(
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
+    texts: list[str],
     noun: str,
     **options: Any,
 ) -> Any:
     try:
-        return tokenizer(list(texts), add_special_tokens=False, **options)
+        return tokenizer(texts, add_special_tokens=False, **options)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the library does not derive from Exception
@@ -270,7 +270,7 @@ def end_token_ids(
     ids = set()
     end_id = tokenizer.eos_token_id
     if end_id is not None:
-        ids.add(int(end_id))
+        ids.add(end_id)
         if end_id >= vocab_size:
             raise UserError(
                 f"tokenizer {tokenizer.name_or_path}: its end token is {end_id}, the model's "

@@ -156,7 +156,7 @@ _ABORT_HANDLER: Any = None  # what C calls must not be garbage-collected
 
 
 AUTO = "auto"
-_LONGEST_WAIT_S = 86400
+_LONGEST_WAIT_MS = 86_400_000
 _CHUNK_BYTES = 1 << 26
 _SMALLEST_CHUNK_BYTES = 1 << 12
 
@@ -309,7 +309,7 @@ class SeveralHosts(Hosts):
             if len(processes) > 1 and threading.current_thread() is threading.main_thread():
                 compiled[processes] += 1
                 name = f"dcmdp/compiled/{'-'.join(map(str, processes))}/{compiled[processes]}"
-                self._client.wait_at_barrier(name, 1000 * _LONGEST_WAIT_S, list(processes))
+                self._client.wait_at_barrier(name, _LONGEST_WAIT_MS, list(processes))
             return program
 
         compiler.compile_or_get_cached = compile_together
@@ -349,7 +349,7 @@ class SeveralHosts(Hosts):
         self._client.key_value_set(f"dcmdp/{topic}/{self.index}", value)
 
     def _get(self, topic: str, index: int) -> str:
-        return self._client.blocking_key_value_get(f"dcmdp/{topic}/{index}", 1000 * _LONGEST_WAIT_S)
+        return self._client.blocking_key_value_get(f"dcmdp/{topic}/{index}", _LONGEST_WAIT_MS)
 
 
 # No key of a user's own begins like this.
