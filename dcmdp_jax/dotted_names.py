@@ -9,7 +9,7 @@ from dcmdp_jax.errors import UserError, shorten
 
 def flatten(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """Nested mappings as one dict of dotted names. An empty mapping is a value."""
-    flat: dict[str, Any] = {}
+    flat = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             flat |= flatten(value, f"{prefix}{name}.")

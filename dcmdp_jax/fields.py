@@ -70,7 +70,7 @@ def setting(default: Any, doc: str = "", **about: Any) -> Any:
 @functools.cache
 def declared(kind: type) -> dict[str, Declared]:
     """All settings of a dataclass and its sections, dotted name -> declaration, in order."""
-    settings: dict[str, Declared] = {}
+    settings = {}
     hints = typing.get_type_hints(kind)
     described = _described(kind)
     for field in dataclasses.fields(kind):

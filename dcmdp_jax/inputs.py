@@ -71,6 +71,6 @@ def is_address(text: str, *, port_needed: bool = True) -> bool:
 
 def is_url(text: str) -> bool:
     """Whether a text is http(s)://HOST or http(s)://HOST:PORT/anything, see `is_address`."""
-    scheme, mark, location = text.partition("://")
+    scheme, _, location = text.partition("://")
     host = location.partition("/")[0].partition("?")[0].rpartition("@")[2]
-    return scheme in ("http", "https") and bool(mark) and is_address(host, port_needed=False)
+    return scheme in ("http", "https") and is_address(host, port_needed=False)

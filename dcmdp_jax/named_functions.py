@@ -95,7 +95,7 @@ def parse_calls(text: str, built_in: Functions = MappingProxyType({})) -> list[C
 
 
 def _parse_parameters(function: str, text: str, built_in: Functions) -> dict[str, Parameter]:
-    parameters: dict[str, Parameter] = {}
+    parameters = {}
     if not text.strip():
         return parameters
     for word in text.split(","):

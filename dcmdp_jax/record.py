@@ -204,7 +204,7 @@ def packed_top(
         "rollout": np.diff(rollout, axis=-1, prepend=0.0).astype(np.float16),
         "train": (train - rollout).astype(np.float16),
     }
-    packed: dict[str, Any] = {"k": int(arrays["ids"].shape[-1])}
+    packed = {"k": arrays["ids"].shape[-1]}
     for name, array in arrays.items():
         packed[name] = base64.b64encode(zlib.compress(array.tobytes())).decode()
     return packed

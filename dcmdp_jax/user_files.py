@@ -78,7 +78,6 @@ def _load_file(path: Path, changed_ns: int) -> Any:
     del changed_ns
     # A unique name: a file math.py must not replace the module `math`.
     spec = importlib.util.spec_from_file_location(f"user_file_{path.stem}", path)
-    assert spec is not None and spec.loader is not None  # the name ends in .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
     if str(path.parent) not in sys.path:

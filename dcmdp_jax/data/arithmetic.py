@@ -54,26 +54,26 @@ class _Level:
     operations: int
     largest_value: int
     largest_operand: int = 9
-    operators: str = "+-"
-    precedence: bool = False
+    first_operators: str = "+-"
+    later_operators: str = "+-"
 
 
 LEVELS: dict[int, _Level] = {
     1: _Level(operations=2, largest_value=27),
     2: _Level(operations=3, largest_value=36),
-    3: _Level(operations=3, largest_value=99, operators="+-*"),
-    4: _Level(operations=4, largest_value=99, operators="+-*", precedence=True),
+    3: _Level(operations=3, largest_value=99, first_operators="+-*"),
+    4: _Level(operations=4, largest_value=99, first_operators="+-*", later_operators="+-*"),
     5: _Level(
         operations=5,
         largest_value=999,
         largest_operand=20,
-        operators="+-*",
-        precedence=True,
+        first_operators="+-*",
+        later_operators="+-*",
     ),
     6: _Level(operations=24, largest_value=99),
-    7: _Level(operations=1, largest_value=58, largest_operand=29, operators="+"),
+    7: _Level(operations=1, largest_value=58, largest_operand=29, first_operators="+"),
 }
-"""Difficulties. Without precedence a product stands first, so the steps run left to right."""
+"""Difficulties. Where a product may only stand first, the steps run left to right."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ class ArithmeticSpec:
         types = {field.name: type(field.default) for field in dataclasses.fields(cls)}
         values: dict[str, Any] = {}
         settings = location.partition(":")[2]
-        for key, value in task_arguments(location, settings, list(types)).items():
+        for key, value in task_arguments(location, settings, types).items():
             try:
                 if types[key] is bool:
                     values[key] = truth[value]
@@ -226,11 +226,8 @@ def _chat(text: str) -> list[dict[str, str]]:
 
 def _expression(draw: random.Random, level: _Level) -> tuple[list[int], list[str]]:
     numbers = [draw.randint(1, level.largest_operand) for _ in range(level.operations + 1)]
-    operators = [draw.choice(level.operators)]
-    later_operators = level.operators
-    if not level.precedence:
-        later_operators = level.operators.replace("*", "")
-    operators += [draw.choice(later_operators) for _ in range(level.operations - 1)]
+    operators = [draw.choice(level.first_operators)]
+    operators += [draw.choice(level.later_operators) for _ in range(level.operations - 1)]
     return numbers, operators
 
 

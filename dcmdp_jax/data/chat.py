@@ -8,8 +8,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dcmdp_jax.data.tool_calls import CALL_FORMATS as CALL_FORMATS
-from dcmdp_jax.data.tool_calls import Schema, find_calls
+from dcmdp_jax.data.tool_calls import CALL_FORMATS, Schema, argument_schemas, find_calls
 from dcmdp_jax.errors import UserError, one_line, shorten, shorten_name
 from dcmdp_jax.inputs import json_object
 from dcmdp_jax.rewards.protocol import Message, Problem
@@ -53,10 +52,11 @@ _TOOL = {
 def render_checked(
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
-    template: str,
     noun: str,
     variables: Mapping[str, Any] = MappingProxyType({}),
     tools: Sequence[Schema] = (),
+    *,
+    template: str = "the chat template",
 ) -> str:
     """The text of a chat up to the assistant's turn, checked by `check_written`.
 
@@ -69,7 +69,7 @@ def render_checked(
         raise UserError(
             f"{template} can't render {noun}: {shorten_name(one_line(error))}"
         ) from error
-    check_written(text, tokenizer, messages, template, noun, variables, tools)
+    check_written(text, tokenizer, messages, noun, variables, tools, template=template)
     return text
 
 
@@ -77,11 +77,11 @@ def check_written(
     text: str,
     tokenizer: "PreTrainedTokenizerBase",
     messages: Sequence[Message],
-    template: str,
     noun: str,
-    variables: Mapping[str, Any] = MappingProxyType({}),
-    tools: Sequence[Schema] = (),
+    variables: Mapping[str, Any],
+    tools: Sequence[Schema],
     *,
+    template: str = "the chat template",
     schemas: bool = False,
 ) -> None:
     """Refuse a chat's text that leaves out a tool, or a message that is not the assistant's.
@@ -131,7 +131,7 @@ def _undescribed(
             return f"the tool {shorten(name)}"
         if not schemas:
             continue
-        parameters = (function.get("parameters") or {}).get("properties") or {}
+        parameters = argument_schemas(function)
         description = str(function.get("description") or "").strip()
         if not parameters and not is_written(description, text):
             return f"the description of the tool {shorten(name)}"
@@ -223,6 +223,11 @@ def chat_messages(problem: Problem, prompt_suffix: str) -> list[Message]:
     return messages
 
 
+def problem_name(problem: Problem) -> str:
+    """A problem by its row, for messages."""
+    return f"problem {problem.index} of {problem.source}"
+
+
 def problem_texts(problem: Problem) -> list[str]:
     """The problem's own texts."""
     messages = *problem.messages, *problem.completion
@@ -255,7 +260,7 @@ def template_variables(text: str, tokenizer: "PreTrainedTokenizerBase") -> dict[
         raise UserError(f"chat_template_kwargs: {shorten(name)} {reason}; leave it out")
 
     def render(values: Mapping[str, Any]) -> str:
-        return render_checked(tokenizer, QUESTION, "the chat template", "a question", values)
+        return render_checked(tokenizer, QUESTION, "a question", values)
 
     booleans = {"false": False, "true": True, "0": False, "1": True}
     for name, value in variables.items():
@@ -280,7 +285,11 @@ class CallFormat(NamedTuple):
     prefix: str = ""
 
     def find(self, text: str, tools: Sequence[Schema]) -> tuple[list[dict[str, Any]], list[str]]:
-        """Find the calls in a turn, and what is wrong with unreadable ones; see `find_calls`."""
+        """Find the calls in a turn, each with `name` and `arguments`, typed by the tools' schemas.
+
+        Returns:
+            The calls, and what is wrong with unreadable ones; see `find_calls`.
+        """
         if "syntax" in self.template:
             if self.prefix.rstrip().endswith("<think>"):
                 text = f"<think>{text}"
@@ -308,17 +317,6 @@ class CallFormat(NamedTuple):
                 )
                 return [], [problem]
         return calls, []
-
-    def read(self, text: str, tools: Sequence[Schema]) -> list[dict[str, Any]]:
-        """Read the calls in a turn, each with `name` and `arguments`, typed by the tools' schemas.
-
-        Raises:
-            ValueError: in one line, for a malformed call.
-        """
-        calls, problems = self.find(text, tools)
-        if problems:
-            raise ValueError(problems[0])
-        return calls
 
 
 def named_call(call: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from dcmdp_jax.data import chat
-from dcmdp_jax.data.tokenizer import encode_texts, encode_with_offsets
+from dcmdp_jax.data.tokenizer import encode_texts, token_offsets
 from dcmdp_jax.errors import UserError, one_line, shorten_name
 from dcmdp_jax.rewards.protocol import LEARNED, Message, Problem
 
@@ -108,14 +108,9 @@ class ConversationEncoder:
             text = text.rstrip()
         completion = encode_texts(self._tokenizer, [text], "the completions")[0]
         if not completion or completion[-1] not in self._end_token_ids:
-            completion = [*completion, self.end_token_id]
+            completion = [*completion, self._tokenizer.eos_token_id]
         ids = [*prompt_ids, *completion]
         return ids, np.arange(len(ids)) >= len(prompt_ids)
-
-    @property
-    def end_token_id(self) -> int:
-        """The token that is written behind a turn to which the template adds none."""
-        return self._tokenizer.eos_token_id
 
     def warn_if_never_stopping(
         self, token_ids: Sequence[np.ndarray], targets: Sequence[np.ndarray]
@@ -160,7 +155,7 @@ class ConversationEncoder:
                 )
                 return as_text, chat.CallFormat(call_format.template)
         try:
-            self.write([*chat.QUESTION, chat.CALLED], [])
+            self.write([*chat.QUESTION, chat.CALLED])
         except Exception:  # any that a template raises: it joins the arguments to its text
             return True, None
         return False, None
@@ -172,10 +167,9 @@ class ConversationEncoder:
         The text before a turn is that of the generation prompt as far as both agree, without a
         thought.
         """
-        question = chat.write_chat(self._tokenizer, chat.QUESTION, **self._variables)
-        answer = {"role": "assistant", "content": _ANSWER}
-        written = chat.write_chat(self._tokenizer, [*chat.QUESTION, answer], **self._variables)
-        prompt = self.write(chat.QUESTION, (), add_generation_prompt=True)
+        question = self.write(chat.QUESTION)
+        prompt = self.write(chat.QUESTION, add_generation_prompt=True)
+        written = self.write([*chat.QUESTION, {"role": "assistant", "content": _ANSWER}])
         if not written.startswith(question) or not prompt.startswith(question):
             return "", ""
         header, has_answer, tail = written[len(question) :].partition(_ANSWER)
@@ -183,7 +177,7 @@ class ConversationEncoder:
             return "", ""
         return os.path.commonprefix([header, prompt[len(question) :]]), tail
 
-    def write(self, messages: Sequence[Message], tools: Sequence[Any], **options: Any) -> Any:
+    def write(self, messages: Sequence[Message], tools: Sequence[Any] = (), **options: Any) -> Any:
         """Messages as the template writes them."""
         return chat.write_chat(self._tokenizer, messages, tools=tools, **self._variables, **options)
 
@@ -201,16 +195,15 @@ class _Chat:
         self._tokenizer = encoder._tokenizer
         self._problem = problem
         self._prompt_size = len(prompt_messages)
-        self.name = f"problem {problem.index} of {problem.source}"
+        self.name = chat.problem_name(problem)
         messages = (*prompt_messages, *problem.completion)
         self._messages = [self._prepared(message) for message in messages]
-        self._turns = []
-        self._learned_turns = []
-        for number, message in enumerate(problem.completion, start=len(prompt_messages)):
-            if message["role"] == "assistant":
-                self._turns.append(number)
-                if message.get(LEARNED, True):
-                    self._learned_turns.append(number)
+        # Numbers of messages: all of the assistant's, those behind the prompt, those learned.
+        self._assistants = [
+            i for i, message in enumerate(messages) if message["role"] == "assistant"
+        ]
+        self._turns = [turn for turn in self._assistants if turn >= self._prompt_size]
+        self._learned_turns = [turn for turn in self._turns if messages[turn].get(LEARNED, True)]
 
     def _prepared(self, message: Message) -> Message:
         """A message as the template takes it: without an end token, calls in their form."""
@@ -234,7 +227,6 @@ class _Chat:
             text,
             self._tokenizer,
             self._messages,
-            template="the chat template",
             noun=self.name,
             variables=self._encoder._variables,
             tools=self._problem.tools,
@@ -278,7 +270,7 @@ class _Chat:
         )
         ids = encoded["input_ids"]
         marked = np.array(encoded["assistant_masks"], bool)
-        _, offsets = encode_with_offsets(self._tokenizer, text, self.name)
+        offsets = token_offsets(self._tokenizer, text, self.name)
         starts = [start for start, _ in offsets]
         turn_starts = self._turn_starts(text)
 
@@ -298,12 +290,18 @@ class _Chat:
 
     def _turn_starts(self, text: str) -> list[int]:
         """Where the words of each turn behind the prompt begin, in characters."""
-        header, _ = self._encoder.frame
-        assistants = self._assistants()
-        if header and text.count(header) == len(assistants):
-            starts = [match.end() for match in re.finditer(re.escape(header), text)]
-            return starts[len(assistants) - len(self._turns) :]
+        starts = self._header_ends(text)
+        if starts:
+            return [starts[turn] for turn in self._turns]
         return [len(os.path.commonprefix([self._text_before(turn), text])) for turn in self._turns]
+
+    def _header_ends(self, text: str) -> dict[int, int]:
+        """Where the header of each message of the assistant's ends; empty if that is unclear."""
+        header, _ = self._encoder.frame
+        if not header or text.count(header) != len(self._assistants):
+            return {}
+        ends = [match.end() for match in re.finditer(re.escape(header), text)]
+        return dict(zip(self._assistants, ends, strict=True))
 
     # Templates without marks.
 
@@ -326,7 +324,7 @@ class _Chat:
                 # Words of the chat look like the template's.
                 ids, spans, turn_texts = self._compared(text, learned)
             else:
-                _, offsets = encode_with_offsets(self._tokenizer, text, self.name)
+                offsets = token_offsets(self._tokenizer, text, self.name)
                 for turn, (start, end) in limits.items():
                     turn_texts[turn] = text[start:end]
                     spans.setdefault(turn, self._token_span(offsets, start, end))
@@ -338,9 +336,9 @@ class _Chat:
             while last > first and not self._tokenizer.decode(ids[last - 1 : last]).strip():
                 last -= 1
             targets[max(1, first) : last] = True
-        ends_chat = bool(learned) and learned[-1] == len(self._messages) - 1
+        ends_chat = learned[-1:] == [len(self._messages) - 1]
         if ends_chat and ids[last - 1] not in self._encoder._end_token_ids:
-            ids = [*ids[:last], self._encoder.end_token_id]
+            ids = [*ids[:last], self._tokenizer.eos_token_id]
             targets = np.append(targets[:last], True)
         return ids, targets, turn_texts
 
@@ -348,29 +346,29 @@ class _Chat:
         self, text: str, turns: Sequence[int]
     ) -> tuple[list[int], dict[int, tuple[int, int]], dict[int, str]]:
         """Return the ids of the chat, and the span of tokens and the text of each turn."""
-        texts = [self._text_before(turn) for turn in turns]
-        texts += [self._write(self._messages[: turn + 1]) for turn in turns]
-        ids, *prefixes = encode_texts(self._tokenizer, [text, *texts], self.name)
+        texts_before = [self._text_before(turn) for turn in turns]
+        texts_after = [self._write(self._messages[: turn + 1]) for turn in turns]
+        ids, *prefixes = encode_texts(
+            self._tokenizer, [text, *texts_before, *texts_after], self.name
+        )
 
         spans = {}
         turn_texts = {}
         for i, turn in enumerate(turns):
-            before = texts[i]
-            after = texts[i + len(turns)]
             ids_before = prefixes[i]
             ids_after = prefixes[i + len(turns)]
             if ids[: len(ids_before)] != ids_before or ids[: len(ids_after)] != ids_after:
-                raise UserError(self._why_no_prefix(text, turn, before, after))
+                raise UserError(self._why_no_prefix(text, turn, texts_before[i], texts_after[i]))
             spans[turn] = len(ids_before), len(ids_after)
-            turn_texts[turn] = text[len(before) : len(after)]
+            turn_texts[turn] = text[len(texts_before[i]) : len(texts_after[i])]
         return ids, spans, turn_texts
 
     def _text_before(self, turn: int) -> str:
         if turn:
             return self._write(self._messages[:turn], add_generation_prompt=True)
         # Many templates can't write a chat of nothing: here the words follow the header.
-        question = self._encoder.write(chat.QUESTION, ())
-        header = self._encoder.write(chat.QUESTION, (), add_generation_prompt=True)
+        question = self._encoder.write(chat.QUESTION)
+        header = self._encoder.write(chat.QUESTION, add_generation_prompt=True)
         return "".join(self._write(self._messages).partition(header.removeprefix(question))[:2])
 
     def _why_no_prefix(self, text: str, turn: int, before: str, after: str) -> str:
@@ -403,17 +401,13 @@ class _Chat:
         self, text: str, turn_texts: Mapping[int, str]
     ) -> dict[int, tuple[int, int]] | None:
         """Start and end of each learned turn in characters; None if unknown or not as compared."""
-        header, tail = self._encoder.frame
-        assistants = self._assistants()
-        if not header or not tail or text.count(header) != len(assistants):
+        _, tail = self._encoder.frame
+        starts = self._header_ends(text)
+        if not starts or not tail:
             return None
         limits = {}
-        learned = set(self._learned_turns)
-        headers = re.finditer(re.escape(header), text)
-        for turn, match in zip(assistants, headers, strict=True):
-            end = text.find(tail, match.end()) + len(tail)
-            if turn in learned:
-                limits[turn] = match.end(), end
+        for turn in self._learned_turns:
+            limits[turn] = starts[turn], text.find(tail, starts[turn]) + len(tail)
         for turn, turn_text in turn_texts.items():
             if not text[slice(*limits[turn])].endswith(turn_text) or not turn_text.endswith(tail):
                 return None
@@ -428,11 +422,6 @@ class _Chat:
         if not all(text.startswith(beginning, start) for start, _ in limits.values()):
             return None
         return {turn: (start + len(beginning), end) for turn, (start, end) in limits.items()}
-
-    def _assistants(self) -> list[int]:
-        """The numbers of the assistant's messages, those of the prompt included."""
-        messages = enumerate(self._messages)
-        return [number for number, message in messages if message["role"] == "assistant"]
 
     def _token_span(
         self,
@@ -522,7 +511,7 @@ def _words(value: Any) -> list[str]:
             words += _words(entry)
         return words
     if isinstance(value, str) and value:
-        return [str(value)]
+        return [value]
     return [json.dumps(value)]
 
 

@@ -123,37 +123,30 @@ def column_shapes(names: Collection[str], *, k: int, routing: Sequence[int]) -> 
     return shapes
 
 
-def common_columns(
-    columns: Sequence[Mapping[str, np.ndarray]], lengths: Sequence[int]
-) -> dict[str, Shape]:
+def common_columns(episodes: Sequence["Episode"]) -> dict[str, Shape]:
     """The columns that several episodes have, and the shape of their entries.
 
     Args:
-        columns: each episode's columns, name -> [T, ...].
-        lengths: T of each.
+        episodes: at least one.
 
     Raises:
         UserError: naming the first completion that has a column more or less than completion 0, or
             one of another shape; or a column that is not declared.
     """
-    shapes = {}
-    if columns:
-        shapes = {name: values.shape[1:] for name, values in columns[0].items()}
-    for i, (arrays, length) in enumerate(zip(columns, lengths, strict=True)):
-        for name in sorted(arrays.keys() | shapes.keys()):
+    entry_shapes = {name: values.shape[1:] for name, values in episodes[0].columns.items()}
+    for i, episode in enumerate(episodes):
+        length = len(episode.token_ids)
+        shapes = {name: values.shape for name, values in episode.columns.items()}
+        expected = {name: (length, *shape) for name, shape in entry_shapes.items()}
+        for name in sorted(shapes.keys() | expected.keys()):
             declared_column(name)  # raises for a name that is not declared
-            shape = None
-            if name in arrays:
-                shape = arrays[name].shape
-            expected = None
-            if name in shapes:
-                expected = int(length), *shapes[name]
-            if shape != expected:
+            if shapes.get(name) != expected.get(name):
                 label = name.replace("_", " ")
                 raise UserError(
-                    f"rollout: completion {i}: {label} of shape {shape}, expected {expected}"
+                    f"rollout: completion {i}: {label} of shape {shapes.get(name)}, expected "
+                    f"{expected.get(name)}"
                 )
-    return shapes
+    return entry_shapes
 
 
 def over_sequence(name: str, values: np.ndarray, sampled_mask: np.ndarray) -> np.ndarray:

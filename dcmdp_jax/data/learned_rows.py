@@ -17,6 +17,7 @@ _LEARNED_FIELDS = (
     *"learn weight loss_weight loss train training trainable loss_mask".split(),
 )
 _MASKED_FIELDS = ("masked", "mask_loss")
+_FLAGS = (*_LEARNED_FIELDS, *_MASKED_FIELDS)
 # What has no meaning here: parts of a turn, factors of tokens, and a mask whose direction differs
 # between frameworks.
 _REFUSED_FIELDS = "mask train_detail training_detail loss_scale token_weights weights".split()
@@ -76,11 +77,11 @@ def messages_to_learn(messages: Sequence[Message], field: str) -> tuple[Message,
     return prepared
 
 
-def messages_to_read(messages: Sequence[Message], field: str) -> tuple[Message, ...]:
+def messages_to_read(messages: Sequence[Message]) -> tuple[Message, ...]:
     """The messages of a prompt, none of which is learned: a weight of more than 0 is refused."""
     prepared = []
     for number, message in enumerate(messages):
-        path = f"{field}[{number}]"
+        path = f"prompt[{number}]"
         if _flag(message, path):
             raise UserError(
                 f"{path} is to be learned, and a prompt is not: move it to the completion"
@@ -111,8 +112,7 @@ def _prepared(message: Message, path: str) -> Message:
 
 
 def _without_flags(message: Message) -> dict[str, Any]:
-    flags = (*_LEARNED_FIELDS, *_MASKED_FIELDS)
-    return {name: value for name, value in message.items() if name not in flags}
+    return {name: value for name, value in message.items() if name not in _FLAGS}
 
 
 def _flag(message: Message, path: str) -> bool | None:
@@ -124,7 +124,7 @@ def _flag(message: Message, path: str) -> bool | None:
                 "1 says whether a turn is learned"
             )
     flags = {}
-    for name in (*_LEARNED_FIELDS, *_MASKED_FIELDS):
+    for name in _FLAGS:
         value = message.get(name)
         if value is None:
             continue

@@ -43,7 +43,7 @@ def lognormal(median: int, cap: int) -> Lengths:
 
 def typical_lengths(limit: int) -> Lengths:
     """The lengths expected where nothing is known, with a median of a quarter of the limit."""
-    return lognormal(max(1, limit // 4), limit)
+    return lognormal(limit // 4, limit)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

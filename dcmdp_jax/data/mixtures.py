@@ -9,16 +9,13 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
 
 from dcmdp_jax.errors import UserError, shorten
-
-ARITHMETIC = "arithmetic"
-"""The built-in task, which a location names before a colon."""
 
 # "@" and a number at the end. A Hub configuration that is a number needs a weight behind it.
 _WEIGHT = re.compile(r"(.*)@([0-9]+(?:\.[0-9]+)?|\.[0-9]+)\s*", re.DOTALL)
@@ -50,8 +47,7 @@ def parse_mixture(text: str) -> tuple[Part, ...]:
         UserError: in one line, for an empty location, a weight out of range, or a task that is
             there twice.
     """
-    locations = []
-    weights = []
+    weights = {}
     for item in split_locations(text):
         match = _WEIGHT.fullmatch(item)
         location = item.strip()
@@ -65,16 +61,21 @@ def parse_mixture(text: str) -> tuple[Part, ...]:
             raise UserError(
                 f"got {shorten(item)}, a weight must be above 0 and at most {_LARGEST_WEIGHT}"
             )
-        if location in locations:
+        if location in weights:
             raise UserError(
                 f"got {shorten(location)} twice, name it once and raise its weight (@2)"
             )
-        locations.append(location)
-        weights.append(weight)
-    if sum(cycle(weights)) > _LONGEST_CYCLE:
-        raise UserError(f"got weights {', '.join(map(str, weights))}, give them fewer digits")
-    tasks = zip(location_names(locations), locations, weights, strict=True)
-    return tuple(Part(name=name, location=path, weight=weight) for name, path, weight in tasks)
+        weights[location] = weight
+
+    if sum(cycle(weights.values())) > _LONGEST_CYCLE:
+        raise UserError(
+            f"got weights {', '.join(map(str, weights.values()))}, give them fewer digits"
+        )
+    names = location_names(list(weights))
+    return tuple(
+        Part(name=name, location=location, weight=weights[location])
+        for name, location in zip(names, weights, strict=True)
+    )
 
 
 def split_locations(text: str) -> list[str]:
@@ -95,7 +96,7 @@ def split_locations(text: str) -> list[str]:
     return locations
 
 
-def task_arguments(location: str, settings: str, keys: Sequence[str] = ()) -> dict[str, str]:
+def task_arguments(location: str, settings: str, keys: Collection[str] = ()) -> dict[str, str]:
     """The settings of a task, `key=value,...`, as text.
 
     Args:
@@ -155,11 +156,16 @@ def is_function(location: str) -> bool:
     return _FUNCTION.fullmatch(location.partition(",")[0]) is not None
 
 
+def is_arithmetic(location: str) -> bool:
+    """Whether a location is the built-in task, `arithmetic:key=value,...`."""
+    return location.partition(":")[0] == "arithmetic"
+
+
 def _has_settings(location: str) -> bool:
-    return location.partition(":")[0] == ARITHMETIC or is_function(location)
+    return is_arithmetic(location) or is_function(location)
 
 
-def cycle(weights: Sequence[Fraction]) -> list[int]:
+def cycle(weights: Collection[Fraction]) -> list[int]:
     """Prompts of each task in one cycle: the smallest integers in proportion to the weights."""
     unit = math.lcm(*(weight.denominator for weight in weights))
     counts = [int(weight * unit) for weight in weights]
@@ -190,7 +196,7 @@ class PromptStream:
         if len(self.sizes) == 1:
             return prompt_order(self.sizes[0], seed=seed, first=first, count=count)
         shares = cycle(self.weights)
-        starts = np.concatenate([[0], np.cumsum(self.sizes)[:-1]])
+        starts = np.cumsum((0, *self.sizes[:-1]))
         first_cycle, offset = divmod(first, sum(shares))
         cycles = range(first_cycle, (first + count) // sum(shares) + 1)
         tasks = np.concatenate([_tasks(shares, seed, number) for number in cycles])

@@ -55,16 +55,16 @@ def pack(
             raise ValueError(f"rollout: completion {i}: its first token is marked as sampled")
         if not episode.sampled_mask.any():
             raise ValueError(f"rollout: completion {i}: no token is marked as sampled")
+        length = len(episode.token_ids)
+        if length > shapes.longest:
+            raise ValueError(
+                f"rollout: completion {i} has {length} tokens with its prompt, rows "
+                f"{shapes.longest}"
+            )
     if dropped is None:
         dropped = np.zeros(total, bool)
     lengths = np.array([len(episode.token_ids) for episode in episodes])
-    columns = common_columns([episode.columns for episode in episodes], lengths)
-    if lengths.max() > shapes.longest:
-        i = np.argmax(lengths > shapes.longest)
-        raise ValueError(
-            f"rollout: completion {i} has {lengths[i]} tokens with its prompt, rows "
-            f"{shapes.longest}"
-        )
+    columns = common_columns(episodes)
     valid = ~dropped.reshape(shape)
     loss_mask = valid
     if mask_truncated:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dcmdp_jax.data.arithmetic import ArithmeticSpec, arithmetic_problems
-from dcmdp_jax.data.mixtures import ARITHMETIC, is_function, source_name, task_arguments
+from dcmdp_jax.data.mixtures import is_arithmetic, is_function, source_name, task_arguments
 from dcmdp_jax.data.rows import PANDAS_INDEX, Answers, problem_from_row
 from dcmdp_jax.errors import (
     UserError,
@@ -81,7 +81,7 @@ def load_problems(
         raise UserError(f"limit = {limit}: at least 1 problem must be read, or None for all")
     if on_bad_row not in ("error", "skip"):
         raise UserError(f"on_bad_row = {on_bad_row!r}: must be 'error' or 'skip'")
-    if location.partition(":")[0] == ARITHMETIC:
+    if is_arithmetic(location):
         problems = arithmetic_problems(ArithmeticSpec.parse(location), keep_columns=keep_columns)
         problems = problems[:limit]
         return [dataclasses.replace(problem, source=name or problem.source) for problem in problems]
@@ -156,7 +156,7 @@ def _content(problem: Problem) -> tuple[Any, ...]:
 
 def check_location(location: str) -> None:
     """Raise a UserError for a location that can't be read; nothing is read or fetched."""
-    if location.partition(":")[0] != ARITHMETIC:
+    if not is_arithmetic(location):
         _rows(location, split="")
 
 
@@ -180,7 +180,7 @@ def _rows(location: str, split: str) -> Iterator[tuple[str, Mapping[str, Any] | 
             )
         return _hub_rows(location, split)
     raise UserError(
-        f"data {shorten(location)}: not a .jsonl or .parquet file here, not {ARITHMETIC}:..., not "
+        f"data {shorten(location)}: not a .jsonl or .parquet file here, not arithmetic:..., not "
         "path.py:function, not a Hub name owner/name"
     )
 

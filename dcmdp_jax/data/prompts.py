@@ -157,8 +157,7 @@ def encode_prompts(
             text = chat.render_checked(
                 tokenizer,
                 messages,
-                "the chat template",
-                _name(problem),
+                chat.problem_name(problem),
                 variables,
                 problem.tools,
             )
@@ -215,10 +214,6 @@ def encode_prompts(
     )
 
 
-def _name(problem: Problem) -> str:
-    return f"problem {problem.index} of {problem.source}"
-
-
 def _count_control_tokens(
     problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase", *, learned: bool
 ) -> int:
@@ -227,7 +222,7 @@ def _count_control_tokens(
     affected = []
     counts = Counter()
     for problem in problems:
-        texts = [*chat.problem_texts(problem)]
+        texts = chat.problem_texts(problem)
         if learned:
             texts.append(problem.solution)
         tokens = set(pattern.findall("\0".join(texts)))
@@ -241,6 +236,6 @@ def _count_control_tokens(
             len(affected),
             len(problems),
             ", ".join(f"{name} in {count}" for name, count in counts.most_common(5)),
-            _name(affected[0]),
+            chat.problem_name(affected[0]),
         )
     return len(affected)

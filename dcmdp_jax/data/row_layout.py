@@ -151,7 +151,7 @@ def make_row_shapes(
         int(micro_batch_tokens / 2 ** (step / 2))
         for step in range(2 * micro_batch_tokens.bit_length())
     ]
-    candidates: dict[RowShapes, None] = {}
+    candidates = {}
     for lengths in ladders:
         for limit in token_limits:
             rows = tuple(_even(limit // length, completions, row_shards) for length in lengths)
@@ -225,10 +225,10 @@ def lay_out(lengths: Int[np.ndarray, " n"], shapes: RowShapes) -> RowLayout:
 
     layout = RowLayout(
         micro_batches=np.zeros(len(shapes.row_lengths), np.int32),
-        shape=np.zeros(len(falling), np.int64),
-        row=np.zeros(len(falling), np.int64),
-        start=np.zeros(len(falling), np.int64),
-        segment=np.zeros(len(falling), np.int64),
+        shape=np.zeros_like(lengths),
+        row=np.zeros_like(lengths),
+        start=np.zeros_like(lengths),
+        segment=np.zeros_like(lengths),
     )
     for shape, rows in enumerate(rows_of_shapes):
         per_micro = shapes.rows_per_micro_batch[shape]
@@ -252,8 +252,12 @@ def lay_out(lengths: Int[np.ndarray, " n"], shapes: RowShapes) -> RowLayout:
 
 def _ladders(longest: int, multiple: int, *, packs: bool) -> Iterator[tuple[int, ...]]:
     """Row lengths to choose from."""
+    if not packs:
+        multiple = max(multiple, 8)
+        if longest >= 512:
+            multiple = max(multiple, 128)
 
-    def up(length: float, multiple: int = multiple) -> int:
+    def up(length: float) -> int:
         return multiple * max(1, -int(-length // multiple))
 
     if packs:
@@ -263,12 +267,9 @@ def _ladders(longest: int, multiple: int, *, packs: bool) -> Iterator[tuple[int,
             for count in (1, 2, 3):
                 yield tuple(sorted({up(longest_row / 2**i) for i in range(count)}))
         return
-    multiple = max(multiple, 8)
-    if longest >= 512:
-        multiple = max(multiple, 128)
     for count, span in _SINGLE_LADDERS:
         lengths = np.geomspace(longest, longest / span, count)
-        yield tuple(sorted({up(length, multiple) for length in lengths}))
+        yield tuple(sorted({up(length) for length in lengths}))
 
 
 def _even(limit: int, completions: int, shards: int) -> int:
@@ -317,6 +318,7 @@ def _single_rows(falling: list[int], shapes: RowShapes) -> _Rows:
     least_costs = [0.0] + [np.inf] * count
     # Of each shape, how many of the p longest its last micro-batch takes.
     last_sizes = [[0] * (count + 1) for _ in range(kinds)]
+    next_shorter = (0, *shapes.row_lengths)
     for shape in reversed(range(kinds)):
         rows = shapes.rows_per_micro_batch[shape]
         cost = _cost(shapes, np.eye(kinds, dtype=np.int64)[shape])
@@ -331,13 +333,10 @@ def _single_rows(falling: list[int], shapes: RowShapes) -> _Rows:
                 if least_costs[source] + cost < least_costs[placed]:
                     least_costs[placed] = least_costs[source] + cost
                     last_sizes[shape][placed] = placed - source
-        next_shorter = 0
-        if shape > 0:
-            next_shorter = shapes.row_lengths[shape - 1]
-        need = bisect.bisect_left(falling, -next_shorter, key=lambda length: -length)
+        need = bisect.bisect_left(falling, -next_shorter[shape], key=lambda length: -length)
         least_costs[:need] = [np.inf] * need
 
-    rows_of_shapes: _Rows = [[] for _ in range(kinds)]
+    rows_of_shapes = [[] for _ in range(kinds)]
     placed = count
     for shape, sizes in enumerate(last_sizes):
         while sizes[placed]:
@@ -364,7 +363,7 @@ def _best_fit(falling: list[int], shapes: RowShapes, counts: Sequence[int]) -> _
 
     Sequences go longest first into the fullest row with room, else into a new one of the longest.
     """
-    rows_of_shapes: _Rows = []
+    rows_of_shapes = []
     # (room, shape, row) of all rows with room, rising.
     open_rows = []
     for shape, length in enumerate(shapes.row_lengths[:-1]):

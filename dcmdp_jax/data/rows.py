@@ -89,7 +89,7 @@ def problem_from_row(
     completion = ()
     if learned:
         check_row_weight(fields)
-        messages = messages_to_read(messages, "prompt")
+        messages = messages_to_read(messages)
         solution, completion = _completion(fields)
     else:
         try:

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dcmdp_jax.data.chat import render_chat, render_checked
+from dcmdp_jax.data.chat import QUESTION, render_chat, render_checked
 from dcmdp_jax.errors import UserError, one_line, shorten, shorten_name
 from dcmdp_jax.inputs import TOKENIZER_FILES, has_tokenizer, read_json_object
 
@@ -24,7 +24,7 @@ _LOG = logging.getLogger(__name__)
 # run of spaces.
 _MESSAGE = "Find 1+1.\n\n  Answer in one line: 12 + 30 = ?"
 _CHAT = (
-    {"role": "user", "content": "What is 2+3?"},
+    *QUESTION,
     {"role": "assistant", "content": "5"},
     {"role": "user", "content": _MESSAGE},
 )
@@ -119,9 +119,11 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
 
 def fix_date(tokenizer: PreTrainedTokenizerBase, moment: datetime) -> None:
     """Let the chat template always write this date (`strftime_now`); ignores a time zone."""
-    render = functools.partial(type(tokenizer).apply_chat_template, tokenizer)
-    write_date = moment.replace(tzinfo=None).strftime
-    tokenizer.apply_chat_template = functools.partial(render, strftime_now=write_date)
+    tokenizer.apply_chat_template = functools.partial(
+        type(tokenizer).apply_chat_template,
+        tokenizer,
+        strftime_now=moment.replace(tzinfo=None).strftime,
+    )
 
 
 def _as_written(tokenizer: PreTrainedTokenizerBase, directory: Path) -> PreTrainedTokenizerBase:
@@ -154,7 +156,7 @@ def _sample_ids(tokenizer: PreTrainedTokenizerBase) -> list[int]:
 
 
 def encode_texts(
-    tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], noun: str
+    tokenizer: PreTrainedTokenizerBase, texts: list[str], noun: str
 ) -> list[list[int]]:
     """Ids of texts, in which special tokens are recognized and none is added.
 
@@ -167,26 +169,25 @@ def encode_texts(
     return _encoded(tokenizer, texts, noun)["input_ids"]
 
 
-def encode_with_offsets(
+def token_offsets(
     tokenizer: PreTrainedTokenizerBase, text: str, noun: str
-) -> tuple[list[int], list[tuple[int, int]]]:
-    """Ids of a text as `encode_texts`, and the start and end of each in its characters.
+) -> list[tuple[int, int]]:
+    """Start and end, in characters, of each token that `encode_texts` makes of a text.
 
     Raises:
         UserError: in one line with `noun`, a name of the text.
     """
-    encoded = _encoded(tokenizer, [text], noun, return_offsets_mapping=True)
-    return encoded["input_ids"][0], encoded["offset_mapping"][0]
+    return _encoded(tokenizer, [text], noun, return_offsets_mapping=True)["offset_mapping"][0]
 
 
 def _encoded(
     tokenizer: PreTrainedTokenizerBase,
-    texts: Sequence[str],
+    texts: list[str],
     noun: str,
     **options: Any,
 ) -> Any:
     try:
-        return tokenizer(list(texts), add_special_tokens=False, **options)
+        return tokenizer(texts, add_special_tokens=False, **options)
     except (KeyboardInterrupt, SystemExit):
         raise
     except BaseException as error:  # a panic of the library does not derive from Exception
@@ -199,7 +200,7 @@ def _encoded(
 def _check_round_trip(tokenizer: PreTrainedTokenizerBase, path: str) -> None:
     """Refuse a template that leaves out a message, and a tokenizer that loses characters."""
     noun = "a chat of two questions"
-    text = render_checked(tokenizer, _CHAT, f"tokenizer {path}: its chat template", noun)
+    text = render_checked(tokenizer, _CHAT, noun, template=f"tokenizer {path}: its chat template")
     ids = encode_texts(tokenizer, [text], noun)[0]
     decoded = tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
     if _MESSAGE in decoded:
@@ -269,7 +270,7 @@ def end_token_ids(
     ids = set()
     end_id = tokenizer.eos_token_id
     if end_id is not None:
-        ids.add(int(end_id))
+        ids.add(end_id)
         if end_id >= vocab_size:
             raise UserError(
                 f"tokenizer {tokenizer.name_or_path}: its end token is {end_id}, the model's "

@@ -107,7 +107,7 @@ def find_calls(
         is_known = call["name"] in functions and call["arguments"] is not None
         if not is_marked and not is_known:
             continue
-        schemas = _properties(functions.get(call["name"], {}))
+        schemas = argument_schemas(functions.get(call["name"], {}))
         arguments = {}
         for name, value in (call["arguments"] or {}).items():
             arguments[name] = _typed(value, schemas.get(name, {}), is_text=is_xml)
@@ -131,7 +131,7 @@ def tool_functions(tools: Sequence[Schema]) -> dict[str, Schema]:
     return functions
 
 
-def _properties(function: Schema) -> Schema:
+def argument_schemas(function: Schema) -> Schema:
     """The schemas of a tool's arguments by their names."""
     return (function.get("parameters") or {}).get("properties") or {}
 
@@ -163,10 +163,9 @@ def _read_function(text: str, start: re.Match[str]) -> tuple[dict[str, Any], int
     closing = _FUNCTION_END.match(text, end)
     if closing:
         end = closing.end()
-    call = {"name": start["name"].strip(), "arguments": arguments}
     if not arguments and not closing:
-        call["arguments"] = None
-    return call, end
+        arguments = None
+    return {"name": start["name"].strip(), "arguments": arguments}, end
 
 
 def _typed(value: Any, schema: Schema, *, is_text: bool) -> Any:
@@ -203,7 +202,7 @@ def checked_arguments(arguments: Mapping[str, Any], function: Schema) -> dict[st
     Raises:
         ValueError: in one line that names the argument, what it must be, and its value.
     """
-    schemas = _properties(function)
+    schemas = argument_schemas(function)
     required = (function.get("parameters") or {}).get("required") or ()
     for name in arguments:
         if name not in schemas:
@@ -269,10 +268,9 @@ def checked_value(value: Any, schema: Schema, name: str) -> Any:
 
 def _type_names(schema: Schema) -> list[str]:
     """The types that a schema allows, as far as they are known."""
-    declared = schema.get("type")
-    names = declared or []
-    if isinstance(declared, str):
-        names = [declared]
+    names = schema.get("type") or []
+    if isinstance(names, str):
+        names = [names]
     return [name for name in names if name in _TYPES]
 
 

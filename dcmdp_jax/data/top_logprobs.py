@@ -38,10 +38,6 @@ def list_problems(
         "the sampled token has another log-prob in the list, as raw ones beside processed ones do",
         apart,
     )
-    least = np.where(
-        is_listed.all(axis=1),
-        values.min(axis=1, initial=np.inf),
-        -np.inf,
-    )
+    least = values.min(axis=1, initial=np.inf)
     lacks = "the list lacks the sampled token, which is likelier than its last"
     yield lacks, ~is_sampled.any(axis=1) & (sampled > least + tolerance)

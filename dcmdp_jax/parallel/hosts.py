@@ -31,7 +31,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from dcmdp_jax.errors import ArgumentError, one_line
-from dcmdp_jax.parallel.meeting import meet
+from dcmdp_jax.parallel.meeting import meet, split_address
 
 _STOPPING = "dcmdp/stopping"
 _FAILED = "dcmdp/failed"
@@ -51,43 +51,34 @@ class HostMonitor:
         stopping: set once another process has asked all to meet early, or has failed.
     """
 
-    def __init__(
-        self,
-        client: Any,
-        index: int,
-        names: Sequence[str],
-        timeout_s: float,
-        coordinator: str,
-    ) -> None:
+    def __init__(self, connection: Any, names: Sequence[str], timeout_s: float) -> None:
         """Start the thread.
 
         Args:
-            client: client of JAX's coordination service.
-            index: index of this process.
+            connection: JAX's state of the connection to its coordination service.
             names: names of all processes.
             timeout_s: JAX's limit between two signs of life.
-            coordinator: address of the coordination service.
         """
-        self._client = client
-        self._index = index
+        self._client = connection.client
+        self._index = connection.process_id
         self._names = names
         self._timeout_s = timeout_s
         self._leaving = threading.Event()
         self.stopping = threading.Event()
-        _explain_abort(index, names, timeout_s, coordinator)
+        _explain_abort(connection, names, timeout_s)
         self._thread = threading.Thread(target=self._listen, name="host monitor", daemon=True)
         self._thread.start()
 
     def ask_to_stop(self) -> None:
         """Ask the others to meet early."""
-        self._tell(_STOPPING, "")
+        self._tell(_STOPPING)
 
     def leave(self, failure: str | None) -> None:
         """Leave the end of the process to the main thread; tell the others of a failure."""
         self._leaving.set()
         if failure is not None:
             self._tell(_FAILED, failure)
-            self._tell(_STOPPING, "")
+            self._tell(_STOPPING)
 
     def close(self) -> None:
         """Wait for the thread, which the end of the connection has ended."""
@@ -100,7 +91,7 @@ class HostMonitor:
         )
         self._leaving.wait(1.5 * self._timeout_s + _GRACE_S)
 
-    def _tell(self, topic: str, message: str) -> None:
+    def _tell(self, topic: str, message: str = "") -> None:
         with contextlib.suppress(jax.errors.JaxRuntimeError):  # another process was first
             self._client.key_value_set(topic, json.dumps([self._index, message]))
 
@@ -126,7 +117,7 @@ def print_line(kind: str, text: str) -> None:
     os.write(2, f"{kind}: {text}\n".encode())
 
 
-def _explain_abort(index: int, names: Sequence[str], timeout_s: float, coordinator: str) -> None:
+def _explain_abort(connection: Any, names: Sequence[str], timeout_s: float) -> None:
     """Say which host is gone when JAX aborts this process.
 
     JAX (0.10) ends a process with abort() when its connection to process 0 breaks, or another
@@ -134,7 +125,8 @@ def _explain_abort(index: int, names: Sequence[str], timeout_s: float, coordinat
     take the error that it is called with. So the C library calls this handler. Only the lines that
     JAX has printed have the dead process's number.
     """
-    host, _, port = coordinator.rpartition(":")
+    index = connection.process_id
+    coordinator = split_address(connection.coordinator_address)
     hosts_of_processes = ", ".join(f"{number} is on {name}" for number, name in enumerate(names))
 
     def explain(_: int) -> None:
@@ -145,7 +137,7 @@ def _explain_abort(index: int, names: Sequence[str], timeout_s: float, coordinat
         )
         try:
             if index:
-                socket.create_connection((host.strip("[]"), int(port)), timeout=2).close()
+                socket.create_connection(coordinator, timeout=2).close()
         except OSError:
             message = (
                 f"lost the coordinator, process 0 on {names[0]}; rerun the same commands to resume"
@@ -164,7 +156,7 @@ _ABORT_HANDLER: Any = None  # what C calls must not be garbage-collected
 
 
 AUTO = "auto"
-_LONGEST_WAIT_S = 86400
+_LONGEST_WAIT_MS = 86_400_000
 _CHUNK_BYTES = 1 << 26
 _SMALLEST_CHUNK_BYTES = 1 << 12
 
@@ -251,13 +243,7 @@ class SeveralHosts(Hosts):
         count = global_state.num_processes
         self._set("name", socket.gethostname())
         self.names = tuple(self._get("name", index) for index in range(count))
-        self._monitor = HostMonitor(
-            client=self._client,
-            index=self.index,
-            names=self.names,
-            timeout_s=timeout_s,
-            coordinator=global_state.coordinator_address,
-        )
+        self._monitor = HostMonitor(global_state, self.names, timeout_s)
 
     def gather(self, value: Any, *types: type) -> list[Any]:
         payload = _encode(value)
@@ -323,7 +309,7 @@ class SeveralHosts(Hosts):
             if len(processes) > 1 and threading.current_thread() is threading.main_thread():
                 compiled[processes] += 1
                 name = f"dcmdp/compiled/{'-'.join(map(str, processes))}/{compiled[processes]}"
-                self._client.wait_at_barrier(name, 1000 * _LONGEST_WAIT_S, list(processes))
+                self._client.wait_at_barrier(name, _LONGEST_WAIT_MS, list(processes))
             return program
 
         compiler.compile_or_get_cached = compile_together
@@ -363,7 +349,7 @@ class SeveralHosts(Hosts):
         self._client.key_value_set(f"dcmdp/{topic}/{self.index}", value)
 
     def _get(self, topic: str, index: int) -> str:
-        return self._client.blocking_key_value_get(f"dcmdp/{topic}/{index}", 1000 * _LONGEST_WAIT_S)
+        return self._client.blocking_key_value_get(f"dcmdp/{topic}/{index}", _LONGEST_WAIT_MS)
 
 
 # No key of a user's own begins like this.

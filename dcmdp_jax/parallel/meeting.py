@@ -12,7 +12,7 @@ import os
 import selectors
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from dcmdp_jax.errors import ArgumentError, UserError
@@ -52,7 +52,8 @@ def meet(
         _wait_for_all(listener, coordinator, processes, timeout_s)
 
 
-def _split(address: str) -> tuple[str, int]:
+def split_address(address: str) -> tuple[str, int]:
+    """Host, without the brackets of an IPv6 address, and port of HOST:PORT."""
     name, _, port = address.rpartition(":")
     return name.removeprefix("[").removesuffix("]"), int(port)
 
@@ -64,7 +65,8 @@ def _wait_for_all(
     timeout_s: float,
 ) -> None:
     """Process 0: wait until all processes have come; tell each to go, or why not."""
-    callers: dict[int, tuple[str, socket.socket]] = {}  # number -> host and connection
+    callers: dict[int, socket.socket] = {}
+    names: dict[int, str] = {}  # of the callers' hosts
     failure = ""
     began = time.monotonic()
     end = began + timeout_s
@@ -91,35 +93,36 @@ def _wait_for_all(
                     next_line = now + _SAY_EVERY_S
                     line = f"waiting for {missing} of {processes} at {coordinator}"
                     logger.warning(line)
-                    _send(callers, say=line)
+                    _send(callers.values(), say=line)
                 for key, _ in selector.select(min(end, next_line) - now):
                     if key.fileobj is not listener:
                         # A process that has greeted sends nothing more: its connection has ended,
                         # and it is missing again.
                         selector.unregister(key.fileobj)
-                        _, caller = callers.pop(key.data)
-                        caller.close()
+                        callers.pop(key.data).close()
                         continue
-                    number = _greet(listener, callers, processes)
+                    number = _greet(listener, callers, names, processes)
                     if number:
-                        _, caller = callers[number]
-                        selector.register(caller, selectors.EVENT_READ, number)
+                        selector.register(callers[number], selectors.EVENT_READ, number)
         except UserError as error:
             failure = str(error)
             raise
         finally:
             if failure:
-                _send(callers, error=failure)
+                _send(callers.values(), error=failure)
             else:
-                _send(callers, go=True)
-            for _, caller in callers.values():
+                _send(callers.values(), go=True)
+            for caller in callers.values():
                 caller.close()
 
 
 def _greet(
-    listener: socket.socket, callers: dict[int, tuple[str, socket.socket]], processes: int
+    listener: socket.socket,
+    callers: dict[int, socket.socket],
+    names: dict[int, str],
+    processes: int,
 ) -> int:
-    """Accept a caller and add it to `callers`.
+    """Accept a caller and add it to `callers`, and its host to `names`.
 
     Returns:
         Its number; 0 if it is no process of a run.
@@ -143,10 +146,9 @@ def _greet(
         return 0
 
     if number in callers:
-        other_name, _ = callers[number]
         problem = ArgumentError(
             "process",
-            f"{number} on both {other_name} and {name}; each process has a number of its own",
+            f"{number} on both {names[number]} and {name}; each process has a number of its own",
         )
     elif count != processes or not 0 < number < processes:
         problem = ArgumentError(
@@ -155,23 +157,24 @@ def _greet(
             "with the same command",
         )
     else:
-        callers[number] = name, caller
-        _send({number: callers[number]}, heard=True)
+        callers[number] = caller
+        names[number] = name
+        _send([caller], heard=True)
         return number
-    _send({number: (name, caller)}, error=str(problem))
+    _send([caller], error=str(problem))
     caller.close()
     raise problem
 
 
-def _send(callers: Mapping[int, tuple[str, socket.socket]], **message: object) -> None:
-    for _, caller in callers.values():
+def _send(callers: Iterable[socket.socket], **message: object) -> None:
+    for caller in callers:
         with contextlib.suppress(OSError):
             caller.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _listen(listen_at: str) -> socket.socket:
     """A socket at the named address alone."""
-    host, port = _split(listen_at)
+    host, port = split_address(listen_at)
     try:
         addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -190,7 +193,7 @@ def _listen(listen_at: str) -> socket.socket:
             first_ip,
         )
 
-    problem: OSError | None = None
+    problem = None
     for family, *_, address in addresses:
         try:
             return socket.create_server(address, family=family, backlog=128)
@@ -211,21 +214,20 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> N
     end = time.monotonic() + timeout_s
     warned_at = time.monotonic()
     reason = "nobody answers"
-    refused = None
     while time.monotonic() < end:
         seconds_left = max(_RETRY_S, end - time.monotonic())
         try:
             with socket.create_connection(
-                _split(coordinator), timeout=min(seconds_left, _SAY_EVERY_S)
+                split_address(coordinator), timeout=min(seconds_left, _SAY_EVERY_S)
             ) as connection:
                 # The reason if the connection ends from here on.
                 reason = "process 0 left before all were here, or another program has this address"
                 connection.sendall(json.dumps(greeting).encode() + b"\n")
                 # However long it takes: process 0 knows better than this one how long to wait.
                 for answer in _answers(connection):
-                    refused = answer.get("error")
-                    if refused:
-                        break
+                    if answer.get("error"):
+                        argument, _, message = str(answer["error"]).partition(": ")
+                        raise ArgumentError(argument, message)
                     if answer.get("go") is True:
                         return
                     if answer.get("say"):
@@ -233,9 +235,6 @@ def _come(coordinator: str, processes: int, process: int, timeout_s: float) -> N
                         logger.warning(str(answer["say"]))
         except OSError as error:
             reason = error.strerror or str(error)
-        if refused:
-            argument, _, message = str(refused).partition(": ")
-            raise ArgumentError(argument, message)
         if time.monotonic() - warned_at >= _SAY_EVERY_S:
             warned_at = time.monotonic()
             logger.warning(

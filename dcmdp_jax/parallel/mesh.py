@@ -41,15 +41,20 @@ def make_mesh(
     """
     if devices is None:
         devices = jax.devices()
-    shape = tuple(axis_sizes(len(devices), data, fsdp, tensor, expert).values())
+    shape = tuple(axis_sizes(len(devices), (data, fsdp, tensor, expert)).values())
     # Auto: jax.make_mesh makes Explicit axes by default, under which every op wants a sharding
     # rule.
     return jax.make_mesh(shape, AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=devices)
 
 
-def axis_sizes(devices: int, data: int, fsdp: int, tensor: int, expert: int) -> dict[str, int]:
-    """Devices along each axis, with the -1 filled in. Arguments and errors as for `make_mesh`."""
-    sizes = {"data": data, "fsdp": fsdp, "tensor": tensor, "expert": expert}
+def axis_sizes(devices: int, axes: Sequence[int]) -> dict[str, int]:
+    """Devices along each axis, with the -1 filled in. Sizes and errors as for `make_mesh`.
+
+    Args:
+        devices: number of devices.
+        axes: the sizes of `AXES`, in their order.
+    """
+    sizes = dict(zip(AXES, axes, strict=True))
     for name, size in sizes.items():
         if size < 1 and size != -1:
             raise ArgumentError(
@@ -88,14 +93,7 @@ def one_device_mesh() -> Mesh:
     return make_mesh(devices=jax.local_devices()[:1])
 
 
-def training_mesh(
-    data: int = 1,
-    fsdp: int = -1,
-    tensor: int = 1,
-    expert: int = 1,
-    *,
-    num_params: int,
-) -> Mesh:
+def training_mesh(axes: Sequence[int] = (1, -1, 1, 1), *, num_params: int) -> Mesh:
     """`make_mesh`, but data-parallel over the devices left over where `prepare_jax` split the CPU.
 
     Cores with rows of their own synchronize once per update, not after every operation: a step of a
@@ -104,21 +102,20 @@ def training_mesh(
     model where there are fewer devices than cores.
 
     Args:
-        data, fsdp, tensor, expert: see `make_mesh`; from the config.
+        axes: the sizes of `AXES`, in their order, see `make_mesh`; from the config.
         num_params: parameters of the model.
     """
     devices = jax.devices()
     if backend.cpu_is_split() and jax.process_count() == 1:
-        sizes = (data, fsdp, tensor, expert)
-        fixed = math.prod(size for size in sizes if size != -1)
-        if -1 not in sizes:
+        fixed = math.prod(size for size in axes if size != -1)
+        if -1 not in axes:
             devices = devices[:fixed]
         elif fixed == 1:
             is_large = num_params > _MAX_REPLICATED_PARAMS
             if is_large or len(devices) < backend.usable_cores():
                 devices = devices[:1]
             return make_mesh(data=-1, devices=devices)
-    return make_mesh(data, fsdp, tensor, expert, devices=devices)
+    return make_mesh(*axes, devices=devices)
 
 
 def sampling_mesh(training: Mesh, *, num_params: int = 0, tensor: int = 1, expert: int = 1) -> Mesh:

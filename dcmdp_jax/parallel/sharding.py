@@ -7,7 +7,6 @@ Where the parts of an array lie on the devices of several processes, every proce
 import logging
 import math
 from collections.abc import Callable, Iterable, Mapping
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -29,28 +28,29 @@ MODEL_AXES = ("fsdp", "tensor", "expert")
 MeshAxes = str | tuple[str, ...] | None
 Axes = tuple[str | None, ...]
 
-PARAM_AXES: Mapping[str, MeshAxes] = MappingProxyType(
-    {
-        "layers": None,
-        "embed": "fsdp",
-        "vocab": "tensor",
-        "heads": "tensor",
-        "kv_heads": "tensor",
-        "mlp": "tensor",
-        "experts": "expert",
-        "expert_mlp": "tensor",
-        "norm": None,
-        "head_dim": None,
-        "rank": None,
-    }
-)
+PARAM_AXES: Mapping[str, MeshAxes] = {
+    "layers": None,
+    "embed": "fsdp",
+    "vocab": "tensor",
+    "heads": "tensor",
+    "kv_heads": "tensor",
+    "mlp": "tensor",
+    "experts": "expert",
+    "expert_mlp": "tensor",
+    "norm": None,
+    "head_dim": None,
+    "rank": None,
+}
 """Parameters. "embed" is split over fsdp on either side of a matrix; "layers" is the scan's
 axis.
 """
 
-ACTIVATION_AXES: Mapping[str, Any] = MappingProxyType(
-    {"rows": (DATA, "fsdp", "expert"), "length": None, "hidden": None, "vocab": P.UNCONSTRAINED}
-)
+ACTIVATION_AXES: Mapping[str, Any] = {
+    "rows": (DATA, "fsdp", "expert"),
+    "length": None,
+    "hidden": None,
+    "vocab": P.UNCONSTRAINED,
+}
 """Activations. Rows are split over data, fsdp and expert, the residual stream is replicated over
 tensor. The compiler chooses how a table is split over its vocabulary.
 """
@@ -63,13 +63,12 @@ def partition_spec(axes: Axes, table: Mapping[str, MeshAxes]) -> P:
         ValueError: if a name is not in the table, or two dimensions land on one mesh axis.
     """
     mesh_axes: list[MeshAxes] = []
-    name_on_axis: dict[str, str | None] = {}
+    name_on_axis = {}
     for name in axes:
         if name is not None and name not in table:
             raise ValueError(f"logical axis {name!r} is unknown, the table has {', '.join(table)}")
-        mesh_axes.append(None if name is None else table[name])
-
-    for name, entry in zip(axes, mesh_axes, strict=True):
+        entry = None if name is None else table[name]
+        mesh_axes.append(entry)
         for mesh_axis in _axis_names(entry):
             if mesh_axis in name_on_axis:
                 raise ValueError(
@@ -138,13 +137,13 @@ def state_shardings(state: Any, shapes: Params, logical_axes: Params, mesh: Mesh
     shardings = jax.tree.leaves(param_shardings(logical_axes, shapes, mesh))
     parameters = {}
     for (path, leaf), param_sharding in zip(leaves, shardings, strict=True):
-        parameters[_keys(path)] = tuple(leaf.shape), param_sharding
+        parameters[_keys(path)] = leaf.shape, param_sharding
 
     def sharding(path: tuple[Any, ...], leaf: Any) -> NamedSharding:
         keys = _keys(path)
         for start in range(len(keys)):
             shape, param_sharding = parameters.get(keys[start:], (None, None))
-            if shape == tuple(leaf.shape):
+            if shape == leaf.shape:
                 return param_sharding
         return replicated(mesh)
 
@@ -330,7 +329,7 @@ def to_local(x: jax.Array, sharding: NamedSharding) -> jax.Array:
     if x.is_fully_addressable:
         return x
 
-    devices: dict[int, list[jax.Device]] = {}
+    devices = {}
     for device in x.sharding.mesh.devices.flat:
         devices.setdefault(device.process_index, []).append(device)
     local = devices[jax.process_index()]

@@ -217,10 +217,7 @@ def check_run(config: Config, platform: str, devices: int) -> None:
         kind.check(arguments)
 
     with as_settings(MESH):
-        sizes = axis_sizes(
-            devices,
-            *config.mesh.sizes,
-        )
+        sizes = axis_sizes(devices, config.mesh.sizes)
         check_training_mesh(
             AbstractMesh(tuple(sizes.values()), tuple(sizes)),
             num_heads=model.num_heads,

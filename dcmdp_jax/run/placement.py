@@ -167,7 +167,7 @@ def check_devices(task: Task, platform: str) -> Mesh:
     config = task.config
     with as_settings(MESH):
         mesh = training_mesh(
-            *config.mesh.sizes,
+            config.mesh.sizes,
             num_params=params.num_params(task.model),
         )
         for model in (task.model, task.teacher):

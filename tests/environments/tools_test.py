@@ -11,9 +11,10 @@ from transformers.utils import get_json_schema
 
 from dcmdp_jax.commands.flags import load_config
 from dcmdp_jax.data.arithmetic import build_tokenizer
-from dcmdp_jax.data.chat import CALL_FORMATS, find_call_format
+from dcmdp_jax.data.chat import find_call_format
 from dcmdp_jax.data.prompts import encode_prompts
 from dcmdp_jax.data.rows import problem_from_row
+from dcmdp_jax.data.tool_calls import CALL_FORMATS
 from dcmdp_jax.engines.protocol import SamplingParams
 from dcmdp_jax.environments.pool import EnvironmentPool
 from dcmdp_jax.environments.turns import TurnRules, TurnSampler, answer_text
@@ -82,6 +83,12 @@ def _format(template):
     return find_call_format(tokenizer, {})
 
 
+def _calls(call_format, text, tools):
+    calls, problems = call_format.find(text, tools)
+    assert not problems
+    return calls
+
+
 def _qwen(name, **arguments):
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
@@ -91,8 +98,8 @@ def test_a_call_is_read_in_the_templates_own_format(name):
     template, text = _CALLS[name]
     found = _format(template)
     assert found.template == CALL_FORMATS[name]
-    assert found.read(text, [_ADD]) == [{"name": "add", "arguments": {"a": 1, "b": 3}}]
-    assert found.read("The sum is 4.", [_ADD]) == []
+    assert _calls(found, text, [_ADD]) == [{"name": "add", "arguments": {"a": 1, "b": 3}}]
+    assert _calls(found, "The sum is 4.", [_ADD]) == []
 
 
 def test_hermes_writes_the_name_behind_and_the_tools_name_before_its_result():
@@ -102,7 +109,9 @@ def test_hermes_writes_the_name_behind_and_the_tools_name_before_its_result():
     assert found.template == CALL_FORMATS["Qwen's and Hermes'"]
     called = [{"name": "add", "arguments": {"a": 1}}]
     assert (
-        found.read('\n<tool_call>\n{ "arguments": {"a": 1}, "name": "add"}\n</tool_call> ', [_ADD])
+        _calls(
+            found, '\n<tool_call>\n{ "arguments": {"a": 1}, "name": "add"}\n</tool_call> ', [_ADD]
+        )
         == called
     )
     result = (
@@ -125,7 +134,7 @@ def test_the_tools_of_a_prompt_that_is_no_prefix_of_its_chat_are_no_calls():
             "parameters": {"properties": {"number": {"type": "integer"}}},
         }
     }
-    assert found.read("It is 4.", [double]) == []
+    assert _calls(found, "It is 4.", [double]) == []
 
 
 def test_several_calls_are_read_in_order_and_those_in_a_thought_are_none():
@@ -135,11 +144,11 @@ def test_several_calls_are_read_in_order_and_those_in_a_thought_are_none():
         {"name": "add", "arguments": {"a": 1}},
         {"name": "add", "arguments": {"a": 2.5, "b": True}},
     ]
-    assert _format(_QWEN).read(f"<think>{_qwen('add', a=9)}</think>{calls}", [_ADD]) == read
-    assert _format(_QWEN).read(f"<think>{calls}", [_ADD]) == []
+    assert _calls(_format(_QWEN), f"<think>{_qwen('add', a=9)}</think>{calls}", [_ADD]) == read
+    assert _calls(_format(_QWEN), f"<think>{calls}", [_ADD]) == []
     # The thought that the prompt began has not ended.
     assert (
-        _format(_QWEN35).read("<tool_call>\n<function=add>\n</function>\n</tool_call>", [_ADD])
+        _calls(_format(_QWEN35), "<tool_call>\n<function=add>\n</function>\n</tool_call>", [_ADD])
         == []
     )
 
@@ -158,10 +167,9 @@ def test_several_calls_are_read_in_order_and_those_in_a_thought_are_none():
         (_QWEN35, "</think><tool_call>add(1)</tool_call>", "it is written <function=...>"),
     ],
 )
-def test_a_malformed_call_raises(template, text, problem):
-    with pytest.raises(ValueError) as raised:
-        _format(template).read(text, [_ADD])
-    assert problem in str(raised.value)
+def test_a_malformed_call_is_a_problem(template, text, problem):
+    calls, problems = _format(template).find(text, [_ADD])
+    assert not calls and problem in problems[0]
 
 
 def test_a_template_without_a_known_format_is_refused():

@@ -56,8 +56,9 @@ def test_the_rows_read_as_what_the_environment_writes_and_reads():
     with_call = tokenizer.apply_chat_template(messages[:3], tokenize=False)
     turn = with_call.removeprefix(prompt_of_row).removesuffix("<|im_end|>\n")
     a, b = messages[1]["content"].removesuffix("=?").split("+")
-    calls = find_call_format(tokenizer, {}).read(turn, [tool])
+    calls, problems = find_call_format(tokenizer, {}).find(turn, [tool])
     assert calls == [{"name": "add", "arguments": {"a": int(a), "b": int(b)}}]
+    assert not problems
 
 
 def test_the_longest_call_and_its_answer_leave_room_for_the_next_turn():

@@ -22,7 +22,7 @@ if sys.argv[1] == "late":
     jax.devices()
 backend.prepare_jax(int(sys.argv[2]))
 backend.usable_cores = lambda: int(sys.argv[3])
-meshes = [mesh.training_mesh(*sizes, num_params=count) for *sizes, count in json.loads(sys.argv[4])]
+meshes = [mesh.training_mesh(sizes, num_params=count) for *sizes, count in json.loads(sys.argv[4])]
 print(json.dumps({
     "devices": jax.device_count(), "training": [list(each.shape.values())[:3] for each in meshes],
     "sampling": mesh.sampling_mesh(meshes[0]).size,
