@@ -67,7 +67,6 @@ def _wait_for_all(
     """Process 0: wait until all processes have come; tell each to go, or why not."""
     callers: dict[int, socket.socket] = {}
     names: dict[int, str] = {}  # of the callers' hosts
-    failure = ""
     began = time.monotonic()
     end = began + timeout_s
     next_line = began + _SAY_EVERY_S
@@ -104,14 +103,11 @@ def _wait_for_all(
                     number = _greet(listener, callers, names, processes)
                     if number:
                         selector.register(callers[number], selectors.EVENT_READ, number)
+            _send(callers.values(), go=True)
         except UserError as error:
-            failure = str(error)
+            _send(callers.values(), error=str(error))
             raise
         finally:
-            if failure:
-                _send(callers.values(), error=failure)
-            else:
-                _send(callers.values(), go=True)
             for caller in callers.values():
                 caller.close()
 

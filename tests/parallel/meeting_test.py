@@ -4,6 +4,7 @@ machine.
 
 import collections
 import concurrent.futures
+import contextlib
 import logging
 import os
 import re
@@ -76,6 +77,36 @@ def test_those_that_came_are_told_who_did_not(address, monkeypatch):
             "there, or raise `timeout_s`"
         )
         assert said == [f"waiting for processes 1, 3 of 4 at {address}"] * 2
+
+
+def test_an_interrupted_process_0_tells_nobody_to_go(address, monkeypatch):
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    greet = meeting._greet
+    monkeypatch.setattr(meeting, "_greet", lambda *arguments: greet(*arguments) and interrupted())
+    messages = []
+
+    def come():
+        with socket.create_connection(meeting.split_address(address), timeout=HANGS_S) as caller:
+            caller.sendall(b'{"process": 1, "processes": 3, "host": "b"}\n')
+            messages.append(caller.makefile("rb").read())
+
+    thread = threading.Thread(target=lambda: _until_there(come))
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        meet(address, 3, 0, HANGS_S)
+    thread.join()
+    assert messages == [b'{"heard": true}\n']
+
+
+def _until_there(call):
+    end = time.monotonic() + HANGS_S
+    while time.monotonic() < end:
+        with contextlib.suppress(ConnectionRefusedError):
+            return call()
+        time.sleep(0.01)
+    raise TimeoutError
 
 
 def test_process_0_is_missing(address, monkeypatch):
