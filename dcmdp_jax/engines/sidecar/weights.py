@@ -236,6 +236,10 @@ def shared_bytes(
     return base_bytes + copies * adapters.num_bytes, f"the base and {counted} of the adapters"
 
 
+# A parameter's array, and what is written of it: a tensor; or int8 and its scale.
+_Job = tuple[HFTensor, list[Tensor]]
+
+
 class WeightBridge:
     """Layout of a segment, and the writer of its tensors, several at a time.
 
@@ -262,13 +266,15 @@ class WeightBridge:
             lora: shape of adapters, which are written in place of the model.
         """
         self._dtype = dtype
-        self._jobs: list[tuple[HFTensor, list[Tensor]]] = []
-        end = 0
+        # In the order of `declared_tensors`: layer by layer, which is how engines like to load.
+        self.manifest: list[Tensor] = []
         if lora is None:
             declarations = model_declarations(config)
         else:
             declarations = adapter_declarations(config, lora)
 
+        end = 0
+        jobs_of_leaf = collections.defaultdict(list)
         for name, hf_tensor in declared_tensors(declarations).items():
             shapes = [(name, dtype, hf_tensor.shape)]
             if int8 and hf_tensor.quantized:
@@ -283,28 +289,21 @@ class WeightBridge:
                 tensor = Tensor(name=tensor_name, dtype=tensor_dtype, shape=shape, offset=offset)
                 tensors.append(tensor)
                 end = offset + tensor.num_bytes
-            self._jobs.append((hf_tensor, tensors))
+            self.manifest += tensors
+            jobs_of_leaf[hf_tensor.path].append((hf_tensor, tensors))
+        # Size of a segment.
+        self.num_bytes = end
 
         # A conversion costs a program start, so arrays of one stack are converted in groups:
         # (first array of the stack, jobs).
-        self._groups: list[tuple[int, list[int]]] = []
-        jobs_of_leaf = collections.defaultdict(list)
-        for number, (hf_tensor, _) in enumerate(self._jobs):
-            jobs_of_leaf[hf_tensor.path].append(number)
-        for numbers in jobs_of_leaf.values():
-            _, tensors = self._jobs[numbers[0]]
+        self._groups: list[tuple[int, list[_Job]]] = []
+        for jobs in jobs_of_leaf.values():
+            _, tensors = jobs[0]
             size = max(1, _BLOCK_BYTES // tensors[0].num_bytes)
             if len(tensors) == 2:  # int8 and its scale
                 size = 1
-            for start in range(0, len(numbers), size):
-                self._groups.append((start, numbers[start : start + size]))
-
-        # In the order of `declared_tensors`: layer by layer, which is how engines like to load.
-        self.manifest: list[Tensor] = []
-        for _, tensors in self._jobs:
-            self.manifest += tensors
-        # Size of a segment.
-        self.num_bytes = end
+            for start in range(0, len(jobs), size):
+                self._groups.append((start, jobs[start : start + size]))
 
     def publish(self, params: Params, segment: Segment, policy_version: int) -> np.ndarray:
         """Write the tensors.
@@ -318,27 +317,25 @@ class WeightBridge:
         Returns:
             [tensors] uint64 checksums of what was written, in the manifest's order.
         """
-        # Number of the job -> checksums of its tensors.
-        sums = {}
+        sums: dict[str, int] = {}
 
-        def write_group(group: tuple[int, list[int]]) -> None:
-            first_array, numbers = group
-            hf_tensor, _ = self._jobs[numbers[0]]
+        def write_group(group: tuple[int, list[_Job]]) -> None:
+            first_array, jobs = group
+            hf_tensor, _ = jobs[0]
             leaf = hf_tensor.leaf(params)
             device_transposes = _transposed_on_device(leaf, hf_tensor)
             stack = None
-            if len(numbers) > 1 and len(leaf.devices()) == 1:
+            if len(jobs) > 1 and len(leaf.devices()) == 1:
                 stack = _converted_stack(
                     leaf,
                     stacked=len(hf_tensor.index),
                     first=first_array,
-                    count=len(numbers),
+                    count=len(jobs),
                     dtype=self._dtype,
                     transpose=device_transposes,
                 )
 
-            for order, number in enumerate(numbers):
-                hf_tensor, tensors = self._jobs[number]
+            for order, (hf_tensor, tensors) in enumerate(jobs):
                 if len(tensors) == 2:  # int8 and its scale
                     kernel = _quantized(leaf, hf_tensor.index)
                     values = [(_WHOLE, np.asarray(kernel.values))]
@@ -352,15 +349,11 @@ class WeightBridge:
                         blocks = [(_WHOLE, stack[order])]
                     transposed = hf_tensor.transposed and not device_transposes
                     _store(segment, tensors[0], blocks, transposed=transposed)
-                sums[number] = [
-                    checksum(segment.bytes[tensor.byte_range], policy_version) for tensor in tensors
-                ]
+                for tensor in tensors:
+                    sums[tensor.name] = checksum(segment.bytes[tensor.byte_range], policy_version)
 
         # Parts on other processes' devices are fetched by all processes in one order.
-        any_order = True
-        for leaf in jax.tree.leaves(params):
-            if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-                any_order = False
+        any_order = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
         if any_order and self.num_bytes > _BLOCK_BYTES:
             with ThreadPoolExecutor(_THREADS) as pool:
                 list(pool.map(write_group, self._groups))  # list: raises what a thread raised
@@ -368,10 +361,7 @@ class WeightBridge:
             for group in self._groups:
                 write_group(group)
 
-        checksums = []
-        for number in range(len(self._jobs)):
-            checksums += sums[number]
-        return np.array(checksums, np.uint64)
+        return np.array([sums[tensor.name] for tensor in self.manifest], np.uint64)
 
 
 # Where a block is in an array: a slice of each axis.
