@@ -84,11 +84,12 @@ class Replica:
         version = publication.policy_version
         manifest = publication.bridge.manifest
         request = {"segment": publication.location, "policy_version": version}
-        if publication.lora:
+        lora = publication.bridge.lora
+        if lora:
             request["adapters"] = (
                 publication.bridge.num_bytes,
                 segments.wire_manifest(manifest),
-                (publication.lora.rank, publication.lora.alpha),
+                (lora.rank, lora.alpha),
             )
         reply = sidecar.request("sync", request, answer="synced", stopped=calls.stopped)
 

@@ -50,7 +50,6 @@ class Publication:
         bridge: wrote them.
         checksums: [tensors] uint64, checksums of what was sent.
         probe: the trainer's own log-probs of the probe sequences, or None without a probe.
-        lora: shape of the adapters that these are; None for a model.
         base: the base of the adapters, which an engine gets before them, once.
     """
 
@@ -60,7 +59,6 @@ class Publication:
     bridge: "WeightBridge"
     checksums: np.ndarray
     probe: Array | None = None
-    lora: Lora | None = None
     base: "Publication | None" = None
 
 
@@ -74,7 +72,6 @@ class SharedWeights:
         config: the model.
         bridge: writes a model, or the base.
         adapters: writes adapters; None without.
-        num_bytes: size of a model's segment.
         left_bytes: free memory when all copies are allocated.
         probe: the trainer's own log-probs of fixed sequences; None: no probe.
         probe_ids: those sequences, random tokens, the same for the same vocabulary.
@@ -101,14 +98,8 @@ class SharedWeights:
         self.probe = None
         if arguments.probe:
             self.probe = arguments.probe()
-        int8 = arguments.precision == "int8"
-        self.bridge = WeightBridge(self.config, dtype=arguments.compute_dtype, int8=int8)
-        self.num_bytes = self.bridge.num_bytes
+        self.bridge, self.adapters = make_bridges(arguments)
         self._base = None
-        lora = arguments.lora
-        self.adapters = None
-        if lora is not None:
-            self.adapters = WeightBridge(self.config, dtype=arguments.compute_dtype, lora=lora)
         needed, description = shared_bytes(self.bridge, self.adapters, stored=put is not None)
         available = available_bytes()
         if needed > available:
@@ -135,7 +126,7 @@ class SharedWeights:
         bridges = [trained_bridge]
         if put is None:
             bridges.append(trained_bridge)
-        if lora is not None:
+        if self.adapters is not None:
             bridges.append(self.bridge)
         try:
             for number, bridge in enumerate(bridges):
@@ -150,15 +141,11 @@ class SharedWeights:
         Raises:
             ValueError: for parameters that do not fit the model.
         """
-        lora = None
-        base = None
         bridge = self.bridge
         written = params
         if isinstance(params, Adapted):
             if self._base is None:
                 self._base = self._write_base(params.base)
-            base = self._base
-            lora = params.lora
             bridge = self.adapters
             written = params.adapters
             params = adapted(*params)
@@ -170,7 +157,7 @@ class SharedWeights:
         probe = None
         if self.probe is not None:
             probe = self.probe(params, self.probe_ids)
-        self.published = dataclasses.replace(published, probe=probe, lora=lora, base=base)
+        self.published = dataclasses.replace(published, probe=probe, base=self._base)
         return self.published
 
     def _write_base(self, base: Params) -> Publication:
@@ -215,6 +202,17 @@ class SharedWeights:
             segment.close()
 
 
+def make_bridges(arguments: EngineArguments) -> "tuple[WeightBridge, WeightBridge | None]":
+    """The bridge of an engine's model, or of its base; and of its adapters, None without."""
+    config = arguments.model
+    dtype = arguments.compute_dtype
+    model = WeightBridge(config, dtype=dtype, int8=arguments.precision == "int8")
+    adapters = None
+    if arguments.lora is not None:
+        adapters = WeightBridge(config, dtype=dtype, lora=arguments.lora)
+    return model, adapters
+
+
 def shared_bytes(
     model: "WeightBridge", adapters: "WeightBridge | None", *, stored: bool
 ) -> tuple[int, str]:
@@ -245,6 +243,11 @@ class WeightBridge:
 
     Only the blocks that are being written exist a second time. A parameter in host memory that has
     the engine's dtype already is written without a copy.
+
+    Attributes:
+        lora: shape of the adapters that it writes; None for a model.
+        manifest: the tensors, layer by layer, which is how engines like to load.
+        num_bytes: size of a segment.
     """
 
     def __init__(
@@ -265,8 +268,8 @@ class WeightBridge:
                 in `dtype`.
             lora: shape of adapters, which are written in place of the model.
         """
+        self.lora = lora
         self._dtype = dtype
-        # In the order of `declared_tensors`: layer by layer, which is how engines like to load.
         self.manifest: list[Tensor] = []
         if lora is None:
             declarations = model_declarations(config)
@@ -291,7 +294,6 @@ class WeightBridge:
                 end = offset + tensor.num_bytes
             self.manifest += tensors
             jobs_of_leaf[hf_tensor.path].append((hf_tensor, tensors))
-        # Size of a segment.
         self.num_bytes = end
 
         # A conversion costs a program start, so arrays of one stack are converted in groups:

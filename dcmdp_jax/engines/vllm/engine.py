@@ -103,7 +103,7 @@ class VllmEngine:
         start_fields = {
             "protocol": wire.PROTOCOL,
             "manifest": segments.wire_manifest(self.weights.bridge.manifest),
-            "segment_bytes": self.weights.num_bytes,
+            "segment_bytes": self.weights.bridge.num_bytes,
         }
         self.replicas: list[Replica] = []
         self._calls = Calls([])
@@ -187,7 +187,9 @@ class VllmEngine:
         settings = arguments.settings
         resource, amount = launch.resource(settings, arguments.platform)
         cluster, ray_actors, actor = launch.ray_modules()
-        store_bytes = 2 * self.weights.num_bytes + (80 << 20)  # with room for what is not weights
+        store_bytes = 2 * self.weights.bridge.num_bytes + (
+            80 << 20
+        )  # with room for what is not weights
         resources = {}
         if resource != "GPU":
             resources[resource] = amount * settings.replicas
