@@ -24,6 +24,9 @@ from dcmdp_jax.engines.sidecar.wire import Arrays, Fields, Message
 
 T = TypeVar("T")
 
+# The level of the engine's sleep that drops the weights.
+_DROPS_WEIGHTS = 2
+
 
 @dataclasses.dataclass(eq=False)
 class Replica:
@@ -42,7 +45,6 @@ class Replica:
             nats.
         request_seeds: (seed, step, rows) -> [n] integers, the seed of each row's request.
         sleep_level: level of the engine's sleep after each call; 0 leaves it awake.
-        drops_weights: whether it drops its weights at that level.
         routed_experts: the sidecar was asked for the experts of each token, so it must return them.
         top_logprobs: k, the top-k tokens to ask for wherever the draw is not greedy; 0: none.
     """
@@ -52,7 +54,6 @@ class Replica:
     probe_tolerance: float
     request_seeds: Callable[[int, int, Sequence[int]], np.ndarray]
     sleep_level: int
-    drops_weights: bool
     routed_experts: bool
     top_logprobs: int
 
@@ -141,7 +142,7 @@ class Replica:
         def load_and_call(sidecar: EngineProcess) -> T:
             self._load(sidecar, calls, publication)
             result = call(sidecar)
-            if self.drops_weights:
+            if self.sleep_level == _DROPS_WEIGHTS:
                 sidecar.serial = None
             return result
 
@@ -155,7 +156,7 @@ class Replica:
         *,
         seed: int,
         step: int,
-        first_prompt: int = 0,
+        first_prompt: int,
     ) -> Callable[[Calls], None]:
         """A call that samples `group_size` completions for each prompt; it puts complete groups.
 

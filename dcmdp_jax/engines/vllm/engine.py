@@ -33,9 +33,6 @@ from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
 
-# The level of vLLM's sleep mode that drops the weights.
-_DROPS_WEIGHTS = 2
-
 SCRIPT = Path(__file__).with_name("sidecar.py")
 
 
@@ -132,7 +129,6 @@ class VllmEngine:
                     probe_tolerance=launch.probe_tolerance(arguments),
                     request_seeds=vllm_common.request_seeds,
                     sleep_level=settings.sleep,
-                    drops_weights=settings.sleep == _DROPS_WEIGHTS,
                     routed_experts=arguments.routed_experts,
                     top_logprobs=arguments.top_logprobs,
                 )
@@ -140,7 +136,7 @@ class VllmEngine:
 
             starting = self._begin([replica.supervisor.start for replica in self.replicas])
             if arguments.prepare and devices.may_start_beside_trainer(platform):
-                self._starting = starting.begin()
+                self._starting = starting
             else:
                 starting.results()
         except BaseException:
