@@ -62,7 +62,7 @@ class _Play:
     @property
     def token_ids(self) -> np.ndarray:
         """Token ids of prompt, turns and answers."""
-        return np.concatenate([np.asarray(self.prompt, np.int32), *self.ids])
+        return np.concatenate([self.prompt, *self.ids])
 
     @property
     def completion_ids(self) -> np.ndarray:
@@ -388,15 +388,15 @@ class TurnSampler:
             return []
 
         playing_rows = []
-        for row, step in zip(waiting, steps, strict=True):
+        for row, (observations, reward, done) in zip(waiting, steps, strict=True):
             play = plays[row]
-            play.reward += step.reward
-            play.done = step.done
-            if step.done or turn + 1 == self.rules.turns:
+            play.reward += reward
+            play.done = done
+            if done or turn + 1 == self.rules.turns:
                 continue
             messages = [
                 {"role": role, **self._without_control_tokens(observation)}
-                for observation in step.observations
+                for observation in observations
             ]
             end = int(play.ids[-1][-1])
             text = answer_text(
