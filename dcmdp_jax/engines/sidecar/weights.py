@@ -6,6 +6,7 @@ One copy serves all replicas of an engine; a second one is being written.
 import collections
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.engine_kind import EngineArguments
-from dcmdp_jax.engines.sidecar.segments import ALIGNMENT, Segment, Tensor, available_bytes, checksum
+from dcmdp_jax.engines.sidecar.segments import (
+    ALIGNMENT,
+    ITEM_SIZES,
+    Segment,
+    Tensor,
+    available_bytes,
+    checksum,
+)
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.lora import Adapted, adapted, adapter_declarations
 from dcmdp_jax.models.params import HFTensor, check_params, declared_tensors, model_declarations
@@ -394,12 +402,12 @@ def _converted_stack(
     """
     if leaf.dtype == jnp.dtype(dtype) and next(iter(leaf.devices())).platform == "cpu":
         return np.asarray(leaf).reshape(-1, *leaf.shape[stacked:])[first : first + count]
-    stack = _cast_stack(leaf, first, stacked=stacked, count=count, dtype=dtype, transpose=transpose)
+    stack = _cast(leaf, first, stacked=stacked, count=count, dtype=dtype, transpose=transpose)
     return np.asarray(stack)
 
 
 @functools.partial(jax.jit, static_argnames=("stacked", "count", "dtype", "transpose"))
-def _cast_stack(
+def _cast(
     leaf: Array,
     first: Array,
     *,
@@ -408,11 +416,12 @@ def _cast_stack(
     dtype: str,
     transpose: bool,
 ) -> Array:
+    """`count` entries from `first` on, counted over a leaf's first `stacked` axes as one."""
     stack = leaf.reshape(-1, *leaf.shape[stacked:])
-    arrays = jax.lax.dynamic_slice_in_dim(stack, first, count).astype(dtype)
+    entries = jax.lax.dynamic_slice_in_dim(stack, first, count).astype(dtype)
     if transpose:
-        arrays = arrays.swapaxes(-1, -2)
-    return arrays
+        entries = entries.swapaxes(-1, -2)
+    return entries
 
 
 def _store(
@@ -451,19 +460,25 @@ def _blocks(
             yield slices, np.asarray(shard)[shard_index]
             continue
 
-        num_rows, *row_shape = shard.shape[len(shard_index) :]
-        row_bytes = jnp.dtype(dtype).itemsize * max(1, int(np.prod(row_shape)))
-        block_rows = max(1, _BLOCK_BYTES // row_bytes)
+        stacked = len(shard_index)
+        num_rows, *row_shape = shard.shape[stacked:]
+        first_row = num_rows * np.ravel_multi_index(shard_index, shard.shape[:stacked])
+        block_rows = max(1, _BLOCK_BYTES // (ITEM_SIZES[dtype] * math.prod(row_shape)))
         for first in range(0, num_rows, block_rows):
             count = min(block_rows, num_rows - first)
             start = slices[0].start + first
             block_slices = (slice(start, start + count), *slices[1:])
-            block = np.asarray(
-                _cast(shard, shard_index, first, rows=count, dtype=dtype, transpose=transpose)
-            )
             if transpose:
                 block_slices = block_slices[::-1]
-            yield block_slices, block
+            block = _cast(
+                shard,
+                first_row + first,
+                stacked=stacked + 1,
+                count=count,
+                dtype=dtype,
+                transpose=transpose,
+            )
+            yield block_slices, np.asarray(block)
 
 
 def _shards(
@@ -502,22 +517,6 @@ def _shards(
             seen.add(tuple(bounds))
             slices = tuple(slice(first, end) for first, end in bounds[stacked:])
             yield slices, shard.data, tuple(shard_index)
-
-
-@functools.partial(jax.jit, static_argnames=("rows", "dtype", "transpose"))
-def _cast(
-    leaf: Array,
-    index: tuple[Array, ...],
-    first: Array,
-    *,
-    rows: int,
-    dtype: str,
-    transpose: bool,
-) -> Array:
-    block = jax.lax.dynamic_slice_in_dim(_at(leaf, index), first, rows).astype(dtype)
-    if transpose:
-        block = block.T
-    return block
 
 
 def _quantized(leaf: Array, index: tuple[int, ...]) -> QuantizedKernel:
