@@ -51,7 +51,7 @@ class VllmEngine:
     For one thread.
     """
 
-    def __init__(self, arguments: EngineArguments, *, script: Path = SCRIPT) -> None:
+    def __init__(self, arguments: EngineArguments) -> None:
         """Start vLLM and wait until it is ready; with `prepare`, at its first use.
 
         That takes seconds on CPU, a minute on a GPU.
@@ -61,7 +61,6 @@ class VllmEngine:
                 each has its log in a directory of its own in there, named by its number. `max_rows`
                 counts all replicas together; more wait in vLLM's queues. Without a `platform` the
                 machine and the model are checked here.
-            script: the sidecar.
 
         Raises:
             UserError: see `VllmKind.check_machine` and `check`; before anything is started.
@@ -121,7 +120,7 @@ class VllmEngine:
                     )
                     return Supervisor(replica_launch.name, start)
 
-            for replica_launch in self._launches(arguments, replica_devices, script):
+            for replica_launch in self._launches(arguments, replica_devices):
                 replica_launch.directory.mkdir(exist_ok=True)
                 replica = Replica(
                     supervisor=supervise(replica_launch),
@@ -144,10 +143,7 @@ class VllmEngine:
             raise
 
     def _launches(
-        self,
-        arguments: EngineArguments,
-        replica_devices: Sequence[str],
-        script: Path,
+        self, arguments: EngineArguments, replica_devices: Sequence[str]
     ) -> Iterator[Launch]:
         """Yield the launch of each replica; `replica_devices` are the devices that it sees."""
         settings = arguments.settings
@@ -164,7 +160,7 @@ class VllmEngine:
             yield Launch(
                 name=name,
                 python=python,
-                script=script,
+                script=SCRIPT,
                 directory=directory,
                 engine=engine,
                 environment=launch.environment(arguments, device_names),
