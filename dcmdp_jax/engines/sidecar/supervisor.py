@@ -239,13 +239,9 @@ class Fleet:
 
     def count(self) -> int:
         """Number of members whose sidecar has started."""
-        # A member's own thread may replace its sidecar meanwhile.
-        num_started = 0
-        for member in self.members:
-            sidecar = member.sidecar
-            if sidecar is not None and sidecar.started:
-                num_started += 1
-        return num_started
+        # First: a member's own thread may replace its sidecar meanwhile.
+        sidecars = [member.sidecar for member in self.members]
+        return sum(sidecar is not None and sidecar.started for sidecar in sidecars)
 
     def wait(self, calls: Calls, seconds: float = _POLL_S) -> None:
         """Wait a moment.

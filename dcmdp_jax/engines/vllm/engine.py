@@ -81,7 +81,10 @@ class VllmEngine:
             logger.warning("sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
 
         self._by_ray = settings.placement == "ray"
+        put = None
         if self._by_ray:
+            cluster, _, _ = launch.ray_modules()
+            put = cluster.ray.put
             # Ray chooses the devices.
             replica_devices = [""] * settings.known_replicas
         else:
@@ -91,10 +94,6 @@ class VllmEngine:
             arguments, directory=arguments.directory.resolve(), settings=settings
         )
 
-        put = None
-        if self._by_ray:
-            cluster, _, _ = launch.ray_modules()
-            put = cluster.ray.put
         self.weights = weights.SharedWeights(arguments, put)
         start_fields = {
             "protocol": wire.PROTOCOL,
