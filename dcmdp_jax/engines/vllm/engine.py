@@ -95,28 +95,25 @@ class VllmEngine:
         )
 
         self.weights = weights.SharedWeights(arguments, put)
-        start_fields = {
-            "protocol": wire.PROTOCOL,
-            "manifest": segments.wire_manifest(self.weights.bridge.manifest),
-            "segment_bytes": self.weights.bridge.num_bytes,
-        }
         self.replicas: list[Replica] = []
         self._calls = Calls([])
         self._starting = None
         self._open = contextlib.ExitStack()
         try:
             launch.write_model_config(arguments)
+            start_fields = {
+                "protocol": wire.PROTOCOL,
+                "engine": launch.engine_arguments(arguments, available=self.weights.left_bytes),
+                "manifest": segments.wire_manifest(self.weights.bridge.manifest),
+                "segments": [segment.descriptor for segment in self.weights.segments],
+                "segment_bytes": self.weights.bridge.num_bytes,
+            }
             if self._by_ray:
                 supervise = self._supervise_actors(arguments, start_fields)
             else:
 
                 def supervise(replica_launch: Launch) -> Supervisor:
-                    start = functools.partial(
-                        Sidecar,
-                        replica_launch,
-                        start_fields,
-                        self.weights.segments,
-                    )
+                    start = functools.partial(Sidecar, replica_launch, start_fields)
                     return Supervisor(replica_launch.name, start)
 
             for replica_launch in self._launches(arguments, replica_devices):
@@ -146,7 +143,6 @@ class VllmEngine:
     ) -> Iterator[Launch]:
         """Yield the launch of each replica; `replica_devices` are the devices that it sees."""
         settings = arguments.settings
-        engine = launch.engine_arguments(arguments, available=self.weights.left_bytes)
         python = settings.python
         if not self._by_ray:
             python = launch.interpreter(python)
@@ -161,7 +157,6 @@ class VllmEngine:
                 python=python,
                 script=SCRIPT,
                 directory=directory,
-                engine=engine,
                 environment=launch.environment(arguments, device_names),
                 start_timeout_s=settings.start_timeout_s,
                 temporary_variables=("VLLM_RPC_BASE_PATH",),
@@ -178,9 +173,8 @@ class VllmEngine:
         settings = arguments.settings
         resource, amount = launch.resource(settings, arguments.platform)
         cluster, ray_actors, actor = launch.ray_modules()
-        store_bytes = 2 * self.weights.bridge.num_bytes + (
-            80 << 20
-        )  # with room for what is not weights
+        # With room for what is not weights.
+        store_bytes = 2 * self.weights.bridge.num_bytes + (80 << 20)
         resources = {}
         if resource != "GPU":
             resources[resource] = amount * settings.replicas
@@ -189,6 +183,8 @@ class VllmEngine:
         ray_actors.check_room(settings.replicas, resource, amount, store_bytes)
 
         config = (arguments.directory / "config.json").read_text(encoding="utf-8")
+        # The weights come with each sync.
+        actor_fields = start_fields | {"segments": [], "config": config}
         fleet = Fleet(settings.min_replicas, settings.start_timeout_s, ray_actors.check_head)
 
         def supervise(replica_launch: Launch) -> Supervisor:
@@ -197,14 +193,13 @@ class VllmEngine:
                 options["num_gpus"] = amount
             else:
                 options["resources"] = {resource: amount}
-            engine_fields = {"engine": replica_launch.engine, "segments": [], "config": config}
 
             def start(_: threading.Event) -> EngineProcess:
                 return ray_actors.ActorProcess(
                     name=replica_launch.name,
                     actor=actor.VllmActor,
                     options=options,
-                    start=start_fields | engine_fields,
+                    start=actor_fields,
                     # The run's report reads it.
                     places=replica_launch.directory / "nodes.txt",
                 )
