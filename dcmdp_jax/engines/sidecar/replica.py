@@ -188,6 +188,13 @@ class Replica:
         for group in prompts:
             first_row = (first_prompt + group) * group_size
             row_numbers += range(first_row, first_row + group_size)
+        sampling_fields = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": sampling.max_completion_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
+        }
         request = _SampleRequest(
             prompts=prompts,
             sampling=sampling,
@@ -195,7 +202,7 @@ class Replica:
             vocab_size=self.weights.config.vocab_size,
             column_shapes=column_shapes,
             header={
-                "sampling": _sampling_fields(sampling),
+                "sampling": sampling_fields,
                 "sleep_level": self.sleep_level,
                 "top_logprobs": top_logprobs,
             },
@@ -252,22 +259,6 @@ class Replica:
             return reply.arrays
 
         return self._run(calls, publication, observe)
-
-
-def _sampling_fields(sampling: SamplingParams) -> Fields:
-    """The distribution, as the request "generate" takes it."""
-    top_p = sampling.top_p
-    top_k = sampling.top_k
-    if sampling.temperature == 0:
-        top_p = 1.0
-        top_k = 0
-    return {
-        "temperature": sampling.temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "max_tokens": sampling.max_completion_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-    }
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

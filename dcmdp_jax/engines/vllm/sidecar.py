@@ -155,7 +155,8 @@ class EngineHost:
     def generate(self, fields: Fields, arrays: Arrays) -> _Frames:
         """Sample one completion, a row, for each seed; `prompt_of_row` says after which prompt.
 
-        Progress brings the rows that have ended since; the answer is empty.
+        At temperature 0 vLLM ignores `top_p` and `top_k`. Progress brings the rows that have ended
+        since; the answer is empty.
         """
         top = fields["top_logprobs"]
         prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
