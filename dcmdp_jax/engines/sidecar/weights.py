@@ -336,10 +336,10 @@ class WeightBridge:
             device_transposes = _transposed_on_device(leaf, hf_tensor)
             stack = None
             if len(jobs) > 1 and len(leaf.devices()) == 1:
-                stack = _converted_stack(
+                stack = _converted(
                     leaf,
+                    first_array,
                     stacked=len(hf_tensor.index),
-                    first=first_array,
                     count=len(jobs),
                     dtype=self._dtype,
                     transpose=device_transposes,
@@ -384,23 +384,24 @@ def _transposed_on_device(leaf: Array, hf_tensor: HFTensor) -> bool:
     return hf_tensor.transposed and next(iter(leaf.devices())).platform != "cpu"
 
 
-def _converted_stack(
+def _converted(
     leaf: Array,
+    first: int,
     *,
     stacked: int,
-    first: int,
     count: int,
     dtype: str,
     transpose: bool,
 ) -> np.ndarray:
-    """Convert arrays of a leaf that is on one device to the engine's dtype, and fetch them.
+    """Convert arrays, or rows, of a leaf that is on one device to the engine's dtype; fetch them.
 
     Args:
-        leaf: [..., rows, columns], arrays under its first `stacked` axes.
-        first, count: which arrays, counted over the stacked axes as one.
-        transpose: whether to transpose each array.
+        leaf: [..., rows, columns], entries under its first `stacked` axes.
+        first, count: which entries, counted over the stacked axes as one.
+        transpose: whether to transpose each array, or the rows.
     """
     if leaf.dtype == jnp.dtype(dtype) and next(iter(leaf.devices())).platform == "cpu":
+        # No copy: a view of XLA's own buffer.
         return np.asarray(leaf).reshape(-1, *leaf.shape[stacked:])[first : first + count]
     stack = _cast(leaf, first, stacked=stacked, count=count, dtype=dtype, transpose=transpose)
     return np.asarray(stack)
@@ -416,7 +417,6 @@ def _cast(
     dtype: str,
     transpose: bool,
 ) -> Array:
-    """`count` entries from `first` on, counted over a leaf's first `stacked` axes as one."""
     stack = leaf.reshape(-1, *leaf.shape[stacked:])
     entries = jax.lax.dynamic_slice_in_dim(stack, first, count).astype(dtype)
     if transpose:
@@ -455,11 +455,6 @@ def _blocks(
     With `transpose` each block is transposed.
     """
     for slices, shard, shard_index in _shards(leaf, index):
-        if shard.dtype == jnp.dtype(dtype) and next(iter(shard.devices())).platform == "cpu":
-            # No copy: a view of XLA's own buffer.
-            yield slices, np.asarray(shard)[shard_index]
-            continue
-
         stacked = len(shard_index)
         num_rows, *row_shape = shard.shape[stacked:]
         first_row = num_rows * np.ravel_multi_index(shard_index, shard.shape[:stacked])
@@ -470,7 +465,7 @@ def _blocks(
             block_slices = (slice(start, start + count), *slices[1:])
             if transpose:
                 block_slices = block_slices[::-1]
-            block = _cast(
+            block = _converted(
                 shard,
                 first_row + first,
                 stacked=stacked + 1,
@@ -478,7 +473,7 @@ def _blocks(
                 dtype=dtype,
                 transpose=transpose,
             )
-            yield block_slices, np.asarray(block)
+            yield block_slices, block
 
 
 def _shards(
