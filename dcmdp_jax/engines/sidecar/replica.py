@@ -92,7 +92,12 @@ class Replica:
                 segments.wire_manifest(manifest),
                 (lora.rank, lora.alpha),
             )
-        reply = sidecar.request("sync", request, answer="synced", stopped=calls.stopped)
+        reply = sidecar.request(
+            "sync",
+            request,
+            answer="synced",
+            stopped=calls.stopped,
+        )
 
         checksums = reply.arrays.get("checksums", np.empty(0))
         if checksums.ndim != 2 or not len(checksums) or checksums.shape[1] != len(manifest):

@@ -38,7 +38,12 @@ class Calls:
         self._results: dict[int, Any] = {}
         self._arrived: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._run, args=numbered, name="sidecar-call", daemon=True)
+            threading.Thread(
+                target=self._run,
+                args=numbered,
+                name="sidecar-call",
+                daemon=True,
+            )
             for numbered in enumerate(calls)
         ]
         for thread in self._threads:
@@ -239,9 +244,13 @@ class Fleet:
 
     def count(self) -> int:
         """Number of members whose sidecar has started."""
-        # First: a member's own thread may replace its sidecar meanwhile.
-        sidecars = [member.sidecar for member in self.members]
-        return sum(sidecar is not None and sidecar.started for sidecar in sidecars)
+        # A member's own thread may replace its sidecar meanwhile.
+        num_started = 0
+        for member in self.members:
+            sidecar = member.sidecar
+            if sidecar is not None and sidecar.started:
+                num_started += 1
+        return num_started
 
     def wait(self, calls: Calls, seconds: float = _POLL_S) -> None:
         """Wait a moment.

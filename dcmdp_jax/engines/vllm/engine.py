@@ -91,7 +91,9 @@ class VllmEngine:
             replica_devices = devices.devices_of_replicas(settings, platform)
         settings = dataclasses.replace(settings, replicas=len(replica_devices))
         arguments = dataclasses.replace(
-            arguments, directory=arguments.directory.resolve(), settings=settings
+            arguments,
+            directory=arguments.directory.resolve(),
+            settings=settings,
         )
 
         self.weights = weights.SharedWeights(arguments, put)
@@ -139,7 +141,9 @@ class VllmEngine:
             raise
 
     def _launches(
-        self, arguments: EngineArguments, replica_devices: Sequence[str]
+        self,
+        arguments: EngineArguments,
+        replica_devices: Sequence[str],
     ) -> Iterator[Launch]:
         """Yield the launch of each replica; `replica_devices` are the devices that it sees."""
         settings = arguments.settings
@@ -178,7 +182,11 @@ class VllmEngine:
         resources = {}
         if resource != "GPU":
             resources[resource] = amount * settings.replicas
-        cluster.connect(settings.address, resources=resources, object_store_memory=store_bytes)
+        cluster.connect(
+            settings.address,
+            resources=resources,
+            object_store_memory=store_bytes,
+        )
         self._open.callback(cluster.disconnect)
         ray_actors.check_room(settings.replicas, resource, amount, store_bytes)
 

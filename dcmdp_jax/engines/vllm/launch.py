@@ -88,7 +88,10 @@ def check_machine(arguments: EngineArguments) -> str:
     settings = arguments.settings
     precision = arguments.precision
     if sys.platform != "linux":
-        raise ArgumentError("engine", f"vLLM needs Linux, this is {sys.platform}; use local")
+        raise ArgumentError(
+            "engine",
+            f"vLLM needs Linux, this is {sys.platform}; use local",
+        )
 
     if settings.address:
         version, platform = installed_in_cluster(settings)

@@ -288,7 +288,10 @@ def _completions(outputs: dict[int, Any], top: int) -> Arrays:
 
     completions = [output.outputs[0] for output in outputs.values()]
     # [tokens, top + 1], all completions one after the other; without `top` the ids are not needed.
-    logprobs = np.concatenate([c.logprobs.logprobs for c in completions], dtype=np.float32)
+    logprobs = np.concatenate(
+        [c.logprobs.logprobs for c in completions],
+        dtype=np.float32,
+    )
     logprobs = logprobs.reshape(-1, top + 1)
     arrays = {
         "rows": np.array(list(outputs), np.int32),
