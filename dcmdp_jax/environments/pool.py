@@ -13,7 +13,6 @@ answered, a number, and whether the completion ends here. Both may be `async def
 """
 
 import asyncio
-import dataclasses
 import inspect
 import numbers
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
-from dcmdp_jax.environments.tools import Tools, failed_step
+from dcmdp_jax.environments.tools import Step, Tools, failed_step
 from dcmdp_jax.errors import UserError, describe_error, one_line
 from dcmdp_jax.rewards.isolated import CallError, Closing, IsolatedPool, result_of
 from dcmdp_jax.rewards.protocol import RewardError, gathered, plain_value, shown
@@ -31,21 +30,6 @@ _LONGEST_OBSERVATION = 100_000
 """Characters."""
 _LARGEST_REWARD = 1e9
 """Absolute value."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Step:
-    """An environment's response to one turn.
-
-    Attributes:
-        observations: messages without their role that the policy reads next.
-        reward: this turn's reward.
-        done: whether the completion ends.
-    """
-
-    observations: Sequence[Mapping[str, str]]
-    reward: float
-    done: bool
 
 
 class EnvironmentPool(Closing):
@@ -125,11 +109,10 @@ class EnvironmentPool(Closing):
 
         steps = []
         for call in calls:
-            for observations, reward, done in self._steps(call, on_wait):
-                steps.append(Step(observations=observations, reward=reward, done=done))
+            steps += self._steps(call, on_wait)
         return steps
 
-    def _steps(self, call: Future[Any], on_wait: Callable[[], None]) -> list[Any]:
+    def _steps(self, call: Future[Any], on_wait: Callable[[], None]) -> list[Step]:
         """The steps of a call. A turn of tools that hangs or kills the process gets an error."""
         try:
             return self._result("step", call, on_wait)
@@ -272,8 +255,8 @@ def checked_observation(value: Any) -> str:
     return _bounded(value or "")
 
 
-def checked_step(value: Any) -> tuple[list[dict[str, str]], float, bool]:
-    """The fields of a `Step` from what `step` returned.
+def checked_step(value: Any) -> Step:
+    """The response from what `step` returned.
 
     Raises:
         RewardError: if it is not (observation, reward, done). It does not name the environment.

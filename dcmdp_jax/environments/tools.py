@@ -18,8 +18,13 @@ from dcmdp_jax.user_files import load_object
 
 _UNKNOWN = "unknown"
 
+Step = tuple[list[dict[str, str]], float, bool]
+"""An environment's response to one turn: the messages without their role that the policy reads
+next, this turn's reward, whether the completion ends.
+"""
 
-def failed_step(error: str) -> tuple[list[dict[str, str]], float, bool]:
+
+def failed_step(error: str) -> Step:
     """The step of a turn whose calls have no results. Hermes' templates must have a name."""
     return [{"name": _UNKNOWN, "content": f"error: {error}"}], 0.0, False
 
@@ -62,7 +67,7 @@ class Tools:
             return [[""] * len(args[0]), "tool"]
         return [self._step(text) for text in args[1]]
 
-    def _step(self, text: str) -> tuple[list[dict[str, str]], float, bool]:
+    def _step(self, text: str) -> Step:
         calls, problems = self._format.find(text, self._schemas)
         answers = []
         for call in calls:

@@ -38,14 +38,14 @@ class _Play:
 
     Attributes:
         prompt: token ids, the first observation included.
-        tools: JSON schemas of its tools.
+        problem: the problem that it answers.
         ids: token ids of each turn and each answer after the prompt.
         columns: the engine's columns of sampled tokens, in the place of each turn; None in that of
             an answer.
     """
 
     prompt: np.ndarray
-    tools: Sequence[Mapping[str, Any]]
+    problem: Problem
     ids: list[np.ndarray] = dataclasses.field(default_factory=list)
     columns: list[Mapping[str, np.ndarray] | None] = dataclasses.field(default_factory=list)
     messages: list[Message] = dataclasses.field(default_factory=list)
@@ -62,7 +62,7 @@ class _Play:
     @property
     def token_ids(self) -> np.ndarray:
         """Token ids of prompt, turns and answers."""
-        return np.concatenate([np.asarray(self.prompt, np.int32), *self.ids])
+        return np.concatenate([self.prompt, *self.ids])
 
     @property
     def completion_ids(self) -> np.ndarray:
@@ -71,10 +71,9 @@ class _Play:
 
     def episode(self, group: int, member: int) -> Episode:
         """The whole completion."""
-        masks = [np.zeros(len(self.prompt), bool)]
-        for ids, columns in zip(self.ids, self.columns, strict=True):
-            masks.append(np.full(len(ids), columns is not None))
-        sampled_mask = np.concatenate(masks)
+        lengths = [len(self.prompt), *map(len, self.ids)]
+        sampled = [False, *(columns is not None for columns in self.columns)]
+        sampled_mask = np.repeat(sampled, lengths)
 
         turns = [columns for columns in self.columns if columns is not None]
         episode_columns = {}
@@ -249,11 +248,9 @@ class TurnSampler:
         group_size = sampling.group_size
         turn_tokens = min(self.rules.turn_tokens, sampling.max_completion_tokens)
         plays = []
-        repeated_problems = []
         for prompt, problem in zip(prompts, problems, strict=True):
-            plays += [_Play(prompt, problem.tools) for _ in range(group_size)]
-            repeated_problems += [problem] * group_size
-        role = self._begin(plays, repeated_problems, group_size, check_stop)
+            plays += [_Play(prompt, problem) for _ in range(group_size)]
+        role = self._begin(plays, group_size, check_stop)
         ends = end_texts(self.tokenizer, sampling.stop_token_ids)
 
         playing_rows = list(range(len(plays)))
@@ -311,7 +308,6 @@ class TurnSampler:
     def _begin(
         self,
         plays: list[_Play],
-        problems: Sequence[Problem],
         group_size: int,
         check_stop: Callable[[], None],
     ) -> str | None:
@@ -320,6 +316,7 @@ class TurnSampler:
         Returns:
             The role of the later observations; None if the environment failed.
         """
+        problems = [play.problem for play in plays]
         prompts = [problem.as_prompt for problem in problems]
         try:
             observations, role = self.pool.reset(
@@ -331,7 +328,7 @@ class TurnSampler:
 
         for row, text in enumerate(observations):
             play = plays[row]
-            problem = problems[row]
+            problem = play.problem
             first_row = row - row % group_size  # of its group
             where = f"row {problem.index} of {problem.source}"
             if text != observations[first_row]:
@@ -388,22 +385,22 @@ class TurnSampler:
             return []
 
         playing_rows = []
-        for row, step in zip(waiting, steps, strict=True):
+        for row, (observations, reward, done) in zip(waiting, steps, strict=True):
             play = plays[row]
-            play.reward += step.reward
-            play.done = step.done
-            if step.done or turn + 1 == self.rules.turns:
+            play.reward += reward
+            play.done = done
+            if done or turn + 1 == self.rules.turns:
                 continue
             messages = [
                 {"role": role, **self._without_control_tokens(observation)}
-                for observation in step.observations
+                for observation in observations
             ]
             end = int(play.ids[-1][-1])
             text = answer_text(
                 self.tokenizer,
                 messages,
                 self.rules.variables,
-                play.tools,
+                play.problem.tools,
                 sampled=end,
                 ends=ends,
             )

@@ -360,7 +360,7 @@ class DcGrpo:
             measure=self.measure,
             sided=self.sided,
         )
-        return torch.where(sampled, delta, torch.zeros_like(delta)), sampled
+        return torch.where(sampled, delta, 0.0), sampled
 
     def move(self, mean_discrepancy: float) -> None:
         """Move lambda at the end of a step."""

@@ -77,9 +77,6 @@ class DcGrpoLoss:
         )
         train = inputs.trainer_logprobs
         mask = inputs.loss_mask.bool()
-        weights = mask.to(train.dtype)
-        if inputs.loss_weights is not None:
-            weights = mask * inputs.loss_weights
 
         delta, counted = self.dc_grpo.penalized_tokens(train, inputs.inference_logprobs, mask)
         sums = torch.stack([delta.double().sum(), counted.double().sum()])
@@ -88,8 +85,10 @@ class DcGrpoLoss:
             inputs.advantages[None], delta[None], self.dc_grpo.multiplier
         )
         ratio = torch.exp(train - train.detach())
-        losses = ratio * penalized * weights
-        loss = -torch.where(mask, losses, torch.zeros_like(ratio)).sum()
+        losses = ratio * penalized
+        if inputs.loss_weights is not None:
+            losses = losses * inputs.loss_weights
+        loss = -torch.where(mask, losses, 0.0).sum()
         mean = delta.sum() / counted.sum().clamp(min=1)
         return loss, {
             "dc_grpo/mean": mean,

@@ -238,7 +238,7 @@ def policy_loss(
         high = config.clip_ratio
     require_same_shape(log_prob=log_prob, response_mask=response_mask)
     losses = clipped_surrogate(log_prob, old_log_prob, advantages, clip_low=low, clip_high=high)
-    losses = torch.where(response_mask.bool(), losses, torch.zeros_like(losses))
+    losses = torch.where(response_mask.bool(), losses, 0.0)
     loss = agg_loss(
         loss_mat=losses,
         loss_mask=response_mask,

@@ -2,10 +2,12 @@
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
 from dcmdp_jax.engines.engine_kind import EngineArguments
+from dcmdp_jax.engines.vllm import engine as vllm_engine
 from dcmdp_jax.engines.vllm.engine import VllmEngine
 from dcmdp_jax.models.config import Lora, ModelConfig
 from tests.support.vllm_tools import (
@@ -80,7 +82,8 @@ def start(
             model=config,
             probe=(lambda: trainer_probe(config)) if probe else None,
         )
-        engine = VllmEngine(arguments, **({"script": script} if script else {}))
+        with mock.patch.object(vllm_engine, "SCRIPT", script or vllm_engine.SCRIPT):
+            engine = VllmEngine(arguments)
         engines.append(engine)
         return engine
 

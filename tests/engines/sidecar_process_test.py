@@ -27,7 +27,6 @@ def test_the_directory_of_temporary_files(directory, temporary):
         "python",
         Path("x.py"),
         Path(directory),
-        {},
         {"A": "1"},
         ("VLLM_RPC_BASE_PATH",),
         1.0,

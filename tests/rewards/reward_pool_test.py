@@ -60,7 +60,8 @@ def test_files_where_the_user_stands_do_not_replace_the_standard_librarys(
         with EnvironmentPool("mine:Game", [], timeout_s=_LONG_S) as pool:
             pool.check()
             pool.reset(["p"], {}, lambda: None)
-            assert pool.step([0], ["t"], lambda: None)[0].reward == 1.0
+            [(_, reward, _)] = pool.step([0], ["t"], lambda: None)
+            assert reward == 1.0
     else:
         name = "mine.py:reward" if kind == "file" else "mine:reward"
         with RewardPool([name], ["source"], timeout_s=_LONG_S) as pool:

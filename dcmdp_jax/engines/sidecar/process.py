@@ -18,7 +18,6 @@ from typing import Any
 
 from dcmdp_jax.engines.protocol import EngineError
 from dcmdp_jax.engines.sidecar import wire
-from dcmdp_jax.engines.sidecar.segments import Segment
 
 logger = logging.getLogger(__name__)
 
@@ -56,7 +55,6 @@ class Launch:
         script: the program it runs, which answers the requests listed in
             `engines/sidecar/__init__.py`.
         directory: its working directory: log, and temporary files while it runs. Exists.
-        engine: arguments of the engine.
         environment: variables set for it, on top of the trainer's.
         temporary_variables: variables set to its directory of temporary files, as TMPDIR is.
         start_timeout_s: limit from the start of the process to an engine that is ready.
@@ -66,7 +64,6 @@ class Launch:
     python: str
     script: Path
     directory: Path
-    engine: wire.Fields
     environment: Mapping[str, str]
     temporary_variables: tuple[str, ...]
     start_timeout_s: float
@@ -201,11 +198,15 @@ class Sidecar(EngineProcess):
     def __init__(
         self,
         launch: Launch,
-        shared: wire.Fields,
-        segments: tuple[Segment, ...],
+        fields: wire.Fields,
         stopped: threading.Event,
     ) -> None:
         """Start the process and wait until its engine is ready. Any interruption ends the process.
+
+        Args:
+            launch: how to start it.
+            fields: those of the request "start"; it inherits the descriptors in "segments".
+            stopped: see `request`.
 
         Raises:
             EngineError: if the engine refuses what it is built from, with its reason.
@@ -218,9 +219,7 @@ class Sidecar(EngineProcess):
         ours, theirs = socket.socketpair()
         super().__init__(launch.name, str(launch.directory / _LOG), wire.Connection(ours))
 
-        inherited = [theirs.fileno(), *(segment.descriptor for segment in segments)]
         began = time.monotonic()
-        fields = {**shared, "engine": launch.engine, "segments": inherited[1:]}
         with theirs:
             self._process = _STARTER.submit(
                 subprocess.Popen,
@@ -230,7 +229,7 @@ class Sidecar(EngineProcess):
                 stderr=subprocess.STDOUT,
                 cwd=launch.directory,
                 env=process_environment(launch),
-                pass_fds=inherited,
+                pass_fds=[theirs.fileno(), *fields["segments"]],
                 # A group of its own: Ctrl-C in a terminal is for the trainer, and its children can
                 # be found.
                 start_new_session=True,

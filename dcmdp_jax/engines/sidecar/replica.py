@@ -24,6 +24,9 @@ from dcmdp_jax.engines.sidecar.wire import Arrays, Fields, Message
 
 T = TypeVar("T")
 
+# The level of the engine's sleep that drops the weights.
+_DROPS_WEIGHTS = 2
+
 
 @dataclasses.dataclass(eq=False)
 class Replica:
@@ -42,7 +45,6 @@ class Replica:
             nats.
         request_seeds: (seed, step, rows) -> [n] integers, the seed of each row's request.
         sleep_level: level of the engine's sleep after each call; 0 leaves it awake.
-        drops_weights: whether it drops its weights at that level.
         routed_experts: the sidecar was asked for the experts of each token, so it must return them.
         top_logprobs: k, the top-k tokens to ask for wherever the draw is not greedy; 0: none.
     """
@@ -52,7 +54,6 @@ class Replica:
     probe_tolerance: float
     request_seeds: Callable[[int, int, Sequence[int]], np.ndarray]
     sleep_level: int
-    drops_weights: bool
     routed_experts: bool
     top_logprobs: int
 
@@ -84,13 +85,19 @@ class Replica:
         version = publication.policy_version
         manifest = publication.bridge.manifest
         request = {"segment": publication.location, "policy_version": version}
-        if publication.lora:
+        lora = publication.bridge.lora
+        if lora:
             request["adapters"] = (
                 publication.bridge.num_bytes,
                 segments.wire_manifest(manifest),
-                (publication.lora.rank, publication.lora.alpha),
+                (lora.rank, lora.alpha),
             )
-        reply = sidecar.request("sync", request, answer="synced", stopped=calls.stopped)
+        reply = sidecar.request(
+            "sync",
+            request,
+            answer="synced",
+            stopped=calls.stopped,
+        )
 
         checksums = reply.arrays.get("checksums", np.empty(0))
         if checksums.ndim != 2 or not len(checksums) or checksums.shape[1] != len(manifest):
@@ -140,7 +147,7 @@ class Replica:
         def load_and_call(sidecar: EngineProcess) -> T:
             self._load(sidecar, calls, publication)
             result = call(sidecar)
-            if self.drops_weights:
+            if self.sleep_level == _DROPS_WEIGHTS:
                 sidecar.serial = None
             return result
 
@@ -154,7 +161,7 @@ class Replica:
         *,
         seed: int,
         step: int,
-        first_prompt: int = 0,
+        first_prompt: int,
     ) -> Callable[[Calls], None]:
         """A call that samples `group_size` completions for each prompt; it puts complete groups.
 
@@ -186,6 +193,13 @@ class Replica:
         for group in prompts:
             first_row = (first_prompt + group) * group_size
             row_numbers += range(first_row, first_row + group_size)
+        sampling_fields = {
+            "temperature": sampling.temperature,
+            "top_p": sampling.top_p,
+            "top_k": sampling.top_k,
+            "max_tokens": sampling.max_completion_tokens,
+            "stop_token_ids": list(sampling.stop_token_ids),
+        }
         request = _SampleRequest(
             prompts=prompts,
             sampling=sampling,
@@ -193,7 +207,7 @@ class Replica:
             vocab_size=self.weights.config.vocab_size,
             column_shapes=column_shapes,
             header={
-                "sampling": _sampling_fields(sampling),
+                "sampling": sampling_fields,
                 "sleep_level": self.sleep_level,
                 "top_logprobs": top_logprobs,
             },
@@ -250,22 +264,6 @@ class Replica:
             return reply.arrays
 
         return self._run(calls, publication, observe)
-
-
-def _sampling_fields(sampling: SamplingParams) -> Fields:
-    """The distribution, as the request "generate" takes it."""
-    top_p = sampling.top_p
-    top_k = sampling.top_k
-    if sampling.temperature == 0:
-        top_p = 1.0
-        top_k = 0
-    return {
-        "temperature": sampling.temperature,
-        "top_p": top_p,
-        "top_k": top_k,
-        "max_tokens": sampling.max_completion_tokens,
-        "stop_token_ids": list(sampling.stop_token_ids),
-    }
 
 
 @dataclasses.dataclass(eq=False, kw_only=True)

@@ -32,15 +32,22 @@ class Calls:
     """
 
     def __init__(self, calls: "Sequence[Callable[[Calls], Any]]") -> None:
-        """Store the calls, each of this object; `begin`, `values` or `results` starts them."""
+        """Start the calls, each of this object; `values` or `results` waits for them."""
         self.stopped = threading.Event()
         self.failed = False
         self._results: dict[int, Any] = {}
         self._arrived: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._run, args=numbered, name="sidecar-call", daemon=True)
+            threading.Thread(
+                target=self._run,
+                args=numbered,
+                name="sidecar-call",
+                daemon=True,
+            )
             for numbered in enumerate(calls)
         ]
+        for thread in self._threads:
+            thread.start()
 
     def put(self, value: object) -> None:
         """Hand a value of a call to the caller."""
@@ -54,20 +61,13 @@ class Calls:
             self.failed = True
             self._arrived.put(("error", error))
 
-    def begin(self) -> "Calls":
-        """Start the calls, unless they are; `values` or `results` waits for them later."""
-        for thread in self._threads:
-            if thread.ident is None:
-                thread.start()
-        return self
-
     def values(self) -> Iterator[Any]:
         """Yield what the calls `put`, as it comes, and None where nothing came for half a second.
 
         The first error ends all calls and is raised. So does closing the iterator.
         """
         try:
-            running = len(self.begin()._threads)
+            running = len(self._threads)
             while running:
                 try:
                     kind, value = self._arrived.get(timeout=_PAUSE_S)
@@ -95,8 +95,7 @@ class Calls:
         """End the calls and wait for their ends. Safe to call twice."""
         self.stopped.set()
         for thread in self._threads:
-            if thread.is_alive():
-                thread.join()
+            thread.join()
 
 
 class Supervisor:

@@ -6,6 +6,7 @@ One copy serves all replicas of an engine; a second one is being written.
 import collections
 import dataclasses
 import functools
+import math
 import os
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,7 +19,14 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.engine_kind import EngineArguments
-from dcmdp_jax.engines.sidecar.segments import ALIGNMENT, Segment, Tensor, available_bytes, checksum
+from dcmdp_jax.engines.sidecar.segments import (
+    ALIGNMENT,
+    ITEM_SIZES,
+    Segment,
+    Tensor,
+    available_bytes,
+    checksum,
+)
 from dcmdp_jax.models.config import Lora, ModelConfig
 from dcmdp_jax.models.lora import Adapted, adapted, adapter_declarations
 from dcmdp_jax.models.params import HFTensor, check_params, declared_tensors, model_declarations
@@ -50,7 +58,6 @@ class Publication:
         bridge: wrote them.
         checksums: [tensors] uint64, checksums of what was sent.
         probe: the trainer's own log-probs of the probe sequences, or None without a probe.
-        lora: shape of the adapters that these are; None for a model.
         base: the base of the adapters, which an engine gets before them, once.
     """
 
@@ -60,7 +67,6 @@ class Publication:
     bridge: "WeightBridge"
     checksums: np.ndarray
     probe: Array | None = None
-    lora: Lora | None = None
     base: "Publication | None" = None
 
 
@@ -74,7 +80,6 @@ class SharedWeights:
         config: the model.
         bridge: writes a model, or the base.
         adapters: writes adapters; None without.
-        num_bytes: size of a model's segment.
         left_bytes: free memory when all copies are allocated.
         probe: the trainer's own log-probs of fixed sequences; None: no probe.
         probe_ids: those sequences, random tokens, the same for the same vocabulary.
@@ -101,14 +106,8 @@ class SharedWeights:
         self.probe = None
         if arguments.probe:
             self.probe = arguments.probe()
-        int8 = arguments.precision == "int8"
-        self.bridge = WeightBridge(self.config, dtype=arguments.compute_dtype, int8=int8)
-        self.num_bytes = self.bridge.num_bytes
+        self.bridge, self.adapters = make_bridges(arguments)
         self._base = None
-        lora = arguments.lora
-        self.adapters = None
-        if lora is not None:
-            self.adapters = WeightBridge(self.config, dtype=arguments.compute_dtype, lora=lora)
         needed, description = shared_bytes(self.bridge, self.adapters, stored=put is not None)
         available = available_bytes()
         if needed > available:
@@ -135,7 +134,7 @@ class SharedWeights:
         bridges = [trained_bridge]
         if put is None:
             bridges.append(trained_bridge)
-        if lora is not None:
+        if self.adapters is not None:
             bridges.append(self.bridge)
         try:
             for number, bridge in enumerate(bridges):
@@ -150,15 +149,11 @@ class SharedWeights:
         Raises:
             ValueError: for parameters that do not fit the model.
         """
-        lora = None
-        base = None
         bridge = self.bridge
         written = params
         if isinstance(params, Adapted):
             if self._base is None:
                 self._base = self._write_base(params.base)
-            base = self._base
-            lora = params.lora
             bridge = self.adapters
             written = params.adapters
             params = adapted(*params)
@@ -170,7 +165,7 @@ class SharedWeights:
         probe = None
         if self.probe is not None:
             probe = self.probe(params, self.probe_ids)
-        self.published = dataclasses.replace(published, probe=probe, lora=lora, base=base)
+        self.published = dataclasses.replace(published, probe=probe, base=self._base)
         return self.published
 
     def _write_base(self, base: Params) -> Publication:
@@ -215,6 +210,17 @@ class SharedWeights:
             segment.close()
 
 
+def make_bridges(arguments: EngineArguments) -> "tuple[WeightBridge, WeightBridge | None]":
+    """The bridge of an engine's model, or of its base; and of its adapters, None without."""
+    config = arguments.model
+    dtype = arguments.compute_dtype
+    model = WeightBridge(config, dtype=dtype, int8=arguments.precision == "int8")
+    adapters = None
+    if arguments.lora is not None:
+        adapters = WeightBridge(config, dtype=dtype, lora=arguments.lora)
+    return model, adapters
+
+
 def shared_bytes(
     model: "WeightBridge", adapters: "WeightBridge | None", *, stored: bool
 ) -> tuple[int, str]:
@@ -236,11 +242,20 @@ def shared_bytes(
     return base_bytes + copies * adapters.num_bytes, f"the base and {counted} of the adapters"
 
 
+# A parameter's array, and what is written of it: a tensor; or int8 and its scale.
+_Job = tuple[HFTensor, list[Tensor]]
+
+
 class WeightBridge:
     """Layout of a segment, and the writer of its tensors, several at a time.
 
     Only the blocks that are being written exist a second time. A parameter in host memory that has
     the engine's dtype already is written without a copy.
+
+    Attributes:
+        lora: shape of the adapters that it writes; None for a model.
+        manifest: the tensors, layer by layer, which is how engines like to load.
+        num_bytes: size of a segment.
     """
 
     def __init__(
@@ -261,14 +276,16 @@ class WeightBridge:
                 in `dtype`.
             lora: shape of adapters, which are written in place of the model.
         """
+        self.lora = lora
         self._dtype = dtype
-        self._jobs: list[tuple[HFTensor, list[Tensor]]] = []
-        end = 0
+        self.manifest: list[Tensor] = []
         if lora is None:
             declarations = model_declarations(config)
         else:
             declarations = adapter_declarations(config, lora)
 
+        end = 0
+        jobs_of_leaf = collections.defaultdict(list)
         for name, hf_tensor in declared_tensors(declarations).items():
             shapes = [(name, dtype, hf_tensor.shape)]
             if int8 and hf_tensor.quantized:
@@ -283,28 +300,20 @@ class WeightBridge:
                 tensor = Tensor(name=tensor_name, dtype=tensor_dtype, shape=shape, offset=offset)
                 tensors.append(tensor)
                 end = offset + tensor.num_bytes
-            self._jobs.append((hf_tensor, tensors))
+            self.manifest += tensors
+            jobs_of_leaf[hf_tensor.path].append((hf_tensor, tensors))
+        self.num_bytes = end
 
         # A conversion costs a program start, so arrays of one stack are converted in groups:
         # (first array of the stack, jobs).
-        self._groups: list[tuple[int, list[int]]] = []
-        jobs_of_leaf = collections.defaultdict(list)
-        for number, (hf_tensor, _) in enumerate(self._jobs):
-            jobs_of_leaf[hf_tensor.path].append(number)
-        for numbers in jobs_of_leaf.values():
-            _, tensors = self._jobs[numbers[0]]
+        self._groups: list[tuple[int, list[_Job]]] = []
+        for jobs in jobs_of_leaf.values():
+            _, tensors = jobs[0]
             size = max(1, _BLOCK_BYTES // tensors[0].num_bytes)
             if len(tensors) == 2:  # int8 and its scale
                 size = 1
-            for start in range(0, len(numbers), size):
-                self._groups.append((start, numbers[start : start + size]))
-
-        # In the order of `declared_tensors`: layer by layer, which is how engines like to load.
-        self.manifest: list[Tensor] = []
-        for _, tensors in self._jobs:
-            self.manifest += tensors
-        # Size of a segment.
-        self.num_bytes = end
+            for start in range(0, len(jobs), size):
+                self._groups.append((start, jobs[start : start + size]))
 
     def publish(self, params: Params, segment: Segment, policy_version: int) -> np.ndarray:
         """Write the tensors.
@@ -318,27 +327,25 @@ class WeightBridge:
         Returns:
             [tensors] uint64 checksums of what was written, in the manifest's order.
         """
-        # Number of the job -> checksums of its tensors.
-        sums = {}
+        sums: dict[str, int] = {}
 
-        def write_group(group: tuple[int, list[int]]) -> None:
-            first_array, numbers = group
-            hf_tensor, _ = self._jobs[numbers[0]]
+        def write_group(group: tuple[int, list[_Job]]) -> None:
+            first_array, jobs = group
+            hf_tensor, _ = jobs[0]
             leaf = hf_tensor.leaf(params)
             device_transposes = _transposed_on_device(leaf, hf_tensor)
             stack = None
-            if len(numbers) > 1 and len(leaf.devices()) == 1:
-                stack = _converted_stack(
+            if len(jobs) > 1 and len(leaf.devices()) == 1:
+                stack = _converted(
                     leaf,
+                    first_array,
                     stacked=len(hf_tensor.index),
-                    first=first_array,
-                    count=len(numbers),
+                    count=len(jobs),
                     dtype=self._dtype,
                     transpose=device_transposes,
                 )
 
-            for order, number in enumerate(numbers):
-                hf_tensor, tensors = self._jobs[number]
+            for order, (hf_tensor, tensors) in enumerate(jobs):
                 if len(tensors) == 2:  # int8 and its scale
                     kernel = _quantized(leaf, hf_tensor.index)
                     values = [(_WHOLE, np.asarray(kernel.values))]
@@ -352,15 +359,11 @@ class WeightBridge:
                         blocks = [(_WHOLE, stack[order])]
                     transposed = hf_tensor.transposed and not device_transposes
                     _store(segment, tensors[0], blocks, transposed=transposed)
-                sums[number] = [
-                    checksum(segment.bytes[tensor.byte_range], policy_version) for tensor in tensors
-                ]
+                for tensor in tensors:
+                    sums[tensor.name] = checksum(segment.bytes[tensor.byte_range], policy_version)
 
         # Parts on other processes' devices are fetched by all processes in one order.
-        any_order = True
-        for leaf in jax.tree.leaves(params):
-            if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-                any_order = False
+        any_order = all(leaf.is_fully_addressable for leaf in jax.tree.leaves(params))
         if any_order and self.num_bytes > _BLOCK_BYTES:
             with ThreadPoolExecutor(_THREADS) as pool:
                 list(pool.map(write_group, self._groups))  # list: raises what a thread raised
@@ -368,10 +371,7 @@ class WeightBridge:
             for group in self._groups:
                 write_group(group)
 
-        checksums = []
-        for number in range(len(self._jobs)):
-            checksums += sums[number]
-        return np.array(checksums, np.uint64)
+        return np.array([sums[tensor.name] for tensor in self.manifest], np.uint64)
 
 
 # Where a block is in an array: a slice of each axis.
@@ -384,30 +384,31 @@ def _transposed_on_device(leaf: Array, hf_tensor: HFTensor) -> bool:
     return hf_tensor.transposed and next(iter(leaf.devices())).platform != "cpu"
 
 
-def _converted_stack(
+def _converted(
     leaf: Array,
+    first: int,
     *,
     stacked: int,
-    first: int,
     count: int,
     dtype: str,
     transpose: bool,
 ) -> np.ndarray:
-    """Convert arrays of a leaf that is on one device to the engine's dtype, and fetch them.
+    """Convert arrays, or rows, of a leaf that is on one device to the engine's dtype; fetch them.
 
     Args:
-        leaf: [..., rows, columns], arrays under its first `stacked` axes.
-        first, count: which arrays, counted over the stacked axes as one.
-        transpose: whether to transpose each array.
+        leaf: [..., rows, columns], entries under its first `stacked` axes.
+        first, count: which entries, counted over the stacked axes as one.
+        transpose: whether to transpose each array, or the rows.
     """
     if leaf.dtype == jnp.dtype(dtype) and next(iter(leaf.devices())).platform == "cpu":
+        # No copy: a view of XLA's own buffer.
         return np.asarray(leaf).reshape(-1, *leaf.shape[stacked:])[first : first + count]
-    stack = _cast_stack(leaf, first, stacked=stacked, count=count, dtype=dtype, transpose=transpose)
+    stack = _cast(leaf, first, stacked=stacked, count=count, dtype=dtype, transpose=transpose)
     return np.asarray(stack)
 
 
 @functools.partial(jax.jit, static_argnames=("stacked", "count", "dtype", "transpose"))
-def _cast_stack(
+def _cast(
     leaf: Array,
     first: Array,
     *,
@@ -417,10 +418,10 @@ def _cast_stack(
     transpose: bool,
 ) -> Array:
     stack = leaf.reshape(-1, *leaf.shape[stacked:])
-    arrays = jax.lax.dynamic_slice_in_dim(stack, first, count).astype(dtype)
+    entries = jax.lax.dynamic_slice_in_dim(stack, first, count).astype(dtype)
     if transpose:
-        arrays = arrays.swapaxes(-1, -2)
-    return arrays
+        entries = entries.swapaxes(-1, -2)
+    return entries
 
 
 def _store(
@@ -454,23 +455,24 @@ def _blocks(
     With `transpose` each block is transposed.
     """
     for slices, shard, shard_index in _shards(leaf, index):
-        if shard.dtype == jnp.dtype(dtype) and next(iter(shard.devices())).platform == "cpu":
-            # No copy: a view of XLA's own buffer.
-            yield slices, np.asarray(shard)[shard_index]
-            continue
-
-        num_rows, *row_shape = shard.shape[len(shard_index) :]
-        row_bytes = jnp.dtype(dtype).itemsize * max(1, int(np.prod(row_shape)))
-        block_rows = max(1, _BLOCK_BYTES // row_bytes)
+        stacked = len(shard_index)
+        num_rows, *row_shape = shard.shape[stacked:]
+        first_row = num_rows * np.ravel_multi_index(shard_index, shard.shape[:stacked])
+        block_rows = max(1, _BLOCK_BYTES // (ITEM_SIZES[dtype] * math.prod(row_shape)))
         for first in range(0, num_rows, block_rows):
             count = min(block_rows, num_rows - first)
             start = slices[0].start + first
             block_slices = (slice(start, start + count), *slices[1:])
-            block = np.asarray(
-                _cast(shard, shard_index, first, rows=count, dtype=dtype, transpose=transpose)
-            )
             if transpose:
                 block_slices = block_slices[::-1]
+            block = _converted(
+                shard,
+                first_row + first,
+                stacked=stacked + 1,
+                count=count,
+                dtype=dtype,
+                transpose=transpose,
+            )
             yield block_slices, block
 
 
@@ -510,22 +512,6 @@ def _shards(
             seen.add(tuple(bounds))
             slices = tuple(slice(first, end) for first, end in bounds[stacked:])
             yield slices, shard.data, tuple(shard_index)
-
-
-@functools.partial(jax.jit, static_argnames=("rows", "dtype", "transpose"))
-def _cast(
-    leaf: Array,
-    index: tuple[Array, ...],
-    first: Array,
-    *,
-    rows: int,
-    dtype: str,
-    transpose: bool,
-) -> Array:
-    block = jax.lax.dynamic_slice_in_dim(_at(leaf, index), first, rows).astype(dtype)
-    if transpose:
-        block = block.T
-    return block
 
 
 def _quantized(leaf: Array, index: tuple[int, ...]) -> QuantizedKernel:

@@ -28,6 +28,8 @@ Arrays = dict[str, np.ndarray]
 
 _MAGIC = b"DCM2"
 _PREFIX = struct.Struct("<4sQ")
+# A frame that announces more is refused before anything is allocated.
+_MAX_BYTES = 1 << 32
 _DTYPES = ("uint8", "int16", "int32", "int64", "uint64", "float32")
 
 
@@ -54,15 +56,9 @@ class Connection:
     Frames have no way to resume.
     """
 
-    def __init__(self, sock: socket.socket, *, max_bytes: int = 1 << 32) -> None:
-        """Take over the socket.
-
-        Args:
-            sock: a connected Unix stream socket.
-            max_bytes: a frame that announces more is refused before anything is allocated.
-        """
+    def __init__(self, sock: socket.socket) -> None:
+        """Take over a connected Unix stream socket."""
         self._socket = sock
-        self._max_bytes = max_bytes
 
     def fileno(self) -> int:
         """The descriptor; -1 once closed."""
@@ -109,8 +105,8 @@ class Connection:
                 )
             array_fields[name] = value.dtype.name, value.shape, value.tobytes()
         packed = msgpack.packb({**(header or {}), "op": op, "arrays": array_fields})
-        if len(packed) > self._max_bytes:
-            raise ValueError(f"frame {op!r}: {len(packed)} bytes, the limit is {self._max_bytes}")
+        if len(packed) > _MAX_BYTES:
+            raise ValueError(f"frame {op!r}: {len(packed)} bytes, the limit is {_MAX_BYTES}")
 
         with self._closing_on_failure(f"sending {op!r}", timeout_s):
             self._socket.settimeout(timeout_s)
@@ -128,8 +124,8 @@ class Connection:
             magic, size = _PREFIX.unpack(self._receive_all(_PREFIX.size, end))
             if magic != _MAGIC:
                 raise WireError(f"not a frame: it begins with {magic!r}")
-            if size > self._max_bytes:
-                raise WireError(f"frame too large: {size} bytes, the limit is {self._max_bytes}")
+            if size > _MAX_BYTES:
+                raise WireError(f"frame too large: {size} bytes, the limit is {_MAX_BYTES}")
             return _message(self._receive_all(size, end))
 
     def _receive_all(self, count: int, end: float | None) -> bytearray:

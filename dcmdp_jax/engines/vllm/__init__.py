@@ -1,12 +1,13 @@
 """Stock vLLM in processes of its own."""
 
+import dataclasses
 import math
 from typing import TYPE_CHECKING
 
 from dcmdp_jax.engines.engine_kind import DeviceShare, EngineArguments, EngineKind, Workload
 from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.engines.vllm_common import FP8_CACHES, VLLM_TEMPERATURES, cache_rounding
-from dcmdp_jax.errors import ArgumentError
+from dcmdp_jax.errors import ArgumentError, UserError
 from dcmdp_jax.inputs import is_address
 from dcmdp_jax.models.scheme import Scheme
 
@@ -120,9 +121,23 @@ class VllmKind(EngineKind):
         return Scheme(products=precision, skip_qkv=skip_qkv, cache=rounding)
 
     def reserve_device_share(self, settings: VllmSettings, engines: int) -> None:
-        from dcmdp_jax.engines.vllm.launch import reserve_device_share
+        """Divide the memory of GPUs between this process and sidecars; must run before JAX does.
 
-        reserve_device_share(settings, engines)
+        Does nothing without vLLM's CUDA build: an engine that can't start says so itself.
+
+        Raises:
+            UserError: if they don't fit together with this process.
+        """
+        from dcmdp_jax.engines.vllm import devices, launch
+
+        try:
+            _, platform = launch.installed_vllm(settings.python)
+        except UserError:
+            return
+        if platform == "cuda" and engines:
+            devices.reserve_device_share(
+                dataclasses.replace(settings, memory_share=engines * settings.memory_share)
+            )
 
     def device_share(self, arguments: EngineArguments) -> DeviceShare | None:
         from dcmdp_jax.engines.vllm.devices import device_share

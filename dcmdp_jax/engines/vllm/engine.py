@@ -33,9 +33,6 @@ from dcmdp_jax.types import Params
 
 logger = logging.getLogger(__name__)
 
-# The level of vLLM's sleep mode that drops the weights.
-_DROPS_WEIGHTS = 2
-
 SCRIPT = Path(__file__).with_name("sidecar.py")
 
 
@@ -54,7 +51,7 @@ class VllmEngine:
     For one thread.
     """
 
-    def __init__(self, arguments: EngineArguments, *, script: Path = SCRIPT) -> None:
+    def __init__(self, arguments: EngineArguments) -> None:
         """Start vLLM and wait until it is ready; with `prepare`, at its first use.
 
         That takes seconds on CPU, a minute on a GPU.
@@ -64,7 +61,6 @@ class VllmEngine:
                 each has its log in a directory of its own in there, named by its number. `max_rows`
                 counts all replicas together; more wait in vLLM's queues. Without a `platform` the
                 machine and the model are checked here.
-            script: the sidecar.
 
         Raises:
             UserError: see `VllmKind.check_machine` and `check`; before anything is started.
@@ -85,46 +81,44 @@ class VllmEngine:
             logger.warning("sleep=%d: vLLM's CPU build frees nothing by it", settings.sleep)
 
         self._by_ray = settings.placement == "ray"
+        put = None
         if self._by_ray:
+            cluster, _, _ = launch.ray_modules()
+            put = cluster.ray.put
             # Ray chooses the devices.
             replica_devices = [""] * settings.known_replicas
         else:
             replica_devices = devices.devices_of_replicas(settings, platform)
         settings = dataclasses.replace(settings, replicas=len(replica_devices))
         arguments = dataclasses.replace(
-            arguments, directory=arguments.directory.resolve(), settings=settings
+            arguments,
+            directory=arguments.directory.resolve(),
+            settings=settings,
         )
 
-        put = None
-        if self._by_ray:
-            cluster, _, _ = launch.ray_modules()
-            put = cluster.ray.put
         self.weights = weights.SharedWeights(arguments, put)
-        start_fields = {
-            "protocol": wire.PROTOCOL,
-            "manifest": segments.wire_manifest(self.weights.bridge.manifest),
-            "segment_bytes": self.weights.num_bytes,
-        }
         self.replicas: list[Replica] = []
         self._calls = Calls([])
         self._starting = None
         self._open = contextlib.ExitStack()
         try:
             launch.write_model_config(arguments)
+            start_fields = {
+                "protocol": wire.PROTOCOL,
+                "engine": launch.engine_arguments(arguments, available=self.weights.left_bytes),
+                "manifest": segments.wire_manifest(self.weights.bridge.manifest),
+                "segments": [segment.descriptor for segment in self.weights.segments],
+                "segment_bytes": self.weights.bridge.num_bytes,
+            }
             if self._by_ray:
                 supervise = self._supervise_actors(arguments, start_fields)
             else:
 
                 def supervise(replica_launch: Launch) -> Supervisor:
-                    start = functools.partial(
-                        Sidecar,
-                        replica_launch,
-                        start_fields,
-                        self.weights.segments,
-                    )
+                    start = functools.partial(Sidecar, replica_launch, start_fields)
                     return Supervisor(replica_launch.name, start)
 
-            for replica_launch in self._launches(arguments, replica_devices, script):
+            for replica_launch in self._launches(arguments, replica_devices):
                 replica_launch.directory.mkdir(exist_ok=True)
                 replica = Replica(
                     supervisor=supervise(replica_launch),
@@ -132,7 +126,6 @@ class VllmEngine:
                     probe_tolerance=launch.probe_tolerance(arguments),
                     request_seeds=vllm_common.request_seeds,
                     sleep_level=settings.sleep,
-                    drops_weights=settings.sleep == _DROPS_WEIGHTS,
                     routed_experts=arguments.routed_experts,
                     top_logprobs=arguments.top_logprobs,
                 )
@@ -140,7 +133,7 @@ class VllmEngine:
 
             starting = self._begin([replica.supervisor.start for replica in self.replicas])
             if arguments.prepare and devices.may_start_beside_trainer(platform):
-                self._starting = starting.begin()
+                self._starting = starting
             else:
                 starting.results()
         except BaseException:
@@ -151,11 +144,9 @@ class VllmEngine:
         self,
         arguments: EngineArguments,
         replica_devices: Sequence[str],
-        script: Path,
     ) -> Iterator[Launch]:
         """Yield the launch of each replica; `replica_devices` are the devices that it sees."""
         settings = arguments.settings
-        engine = launch.engine_arguments(arguments, available=self.weights.left_bytes)
         python = settings.python
         if not self._by_ray:
             python = launch.interpreter(python)
@@ -168,9 +159,8 @@ class VllmEngine:
             yield Launch(
                 name=name,
                 python=python,
-                script=script,
+                script=SCRIPT,
                 directory=directory,
-                engine=engine,
                 environment=launch.environment(arguments, device_names),
                 start_timeout_s=settings.start_timeout_s,
                 temporary_variables=("VLLM_RPC_BASE_PATH",),
@@ -187,15 +177,22 @@ class VllmEngine:
         settings = arguments.settings
         resource, amount = launch.resource(settings, arguments.platform)
         cluster, ray_actors, actor = launch.ray_modules()
-        store_bytes = 2 * self.weights.num_bytes + (80 << 20)  # with room for what is not weights
+        # With room for what is not weights.
+        store_bytes = 2 * self.weights.bridge.num_bytes + (80 << 20)
         resources = {}
         if resource != "GPU":
             resources[resource] = amount * settings.replicas
-        cluster.connect(settings.address, resources=resources, object_store_memory=store_bytes)
+        cluster.connect(
+            settings.address,
+            resources=resources,
+            object_store_memory=store_bytes,
+        )
         self._open.callback(cluster.disconnect)
         ray_actors.check_room(settings.replicas, resource, amount, store_bytes)
 
         config = (arguments.directory / "config.json").read_text(encoding="utf-8")
+        # The weights come with each sync.
+        actor_fields = start_fields | {"segments": [], "config": config}
         fleet = Fleet(settings.min_replicas, settings.start_timeout_s, ray_actors.check_head)
 
         def supervise(replica_launch: Launch) -> Supervisor:
@@ -204,14 +201,13 @@ class VllmEngine:
                 options["num_gpus"] = amount
             else:
                 options["resources"] = {resource: amount}
-            engine_fields = {"engine": replica_launch.engine, "segments": [], "config": config}
 
             def start(_: threading.Event) -> EngineProcess:
                 return ray_actors.ActorProcess(
                     name=replica_launch.name,
                     actor=actor.VllmActor,
                     options=options,
-                    start=start_fields | engine_fields,
+                    start=actor_fields,
                     # The run's report reads it.
                     places=replica_launch.directory / "nodes.txt",
                 )

@@ -1,6 +1,5 @@
 """vLLM's arguments and environment, from a run's settings and a user's `engine_args`."""
 
-import dataclasses
 import inspect
 import json
 import os
@@ -16,7 +15,7 @@ from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.vllm import devices
 from dcmdp_jax.engines.vllm.settings import VllmSettings
 from dcmdp_jax.engines.vllm_common import installed, unsupported_version
-from dcmdp_jax.errors import ArgumentError, UserError, install_extra
+from dcmdp_jax.errors import ArgumentError, install_extra
 from dcmdp_jax.inputs import json_object
 from dcmdp_jax.models.hf_config import to_hf
 from dcmdp_jax.models.lora import target_modules
@@ -89,7 +88,10 @@ def check_machine(arguments: EngineArguments) -> str:
     settings = arguments.settings
     precision = arguments.precision
     if sys.platform != "linux":
-        raise ArgumentError("engine", f"vLLM needs Linux, this is {sys.platform}; use local")
+        raise ArgumentError(
+            "engine",
+            f"vLLM needs Linux, this is {sys.platform}; use local",
+        )
 
     if settings.address:
         version, platform = installed_in_cluster(settings)
@@ -226,28 +228,6 @@ def check_planned(arguments: EngineArguments) -> None:
         devices.devices_of_replicas(settings, "cuda", arguments.host_devices)
     # Raises for arguments that vLLM can't take together.
     engine_arguments(arguments)
-
-
-def reserve_device_share(settings: VllmSettings, sidecars: int) -> None:
-    """Divide the memory of GPUs between this process and sidecars; must run before JAX does.
-
-    Does nothing without vLLM's CUDA build: an engine that can't start says so itself.
-
-    Args:
-        settings: settings of each sidecar.
-        sidecars: number that runs at a time.
-
-    Raises:
-        UserError: if they don't fit together with this process.
-    """
-    try:
-        _, platform = installed_vllm(settings.python)
-    except UserError:
-        return
-    if platform == "cuda" and sidecars:
-        devices.reserve_device_share(
-            dataclasses.replace(settings, memory_share=sidecars * settings.memory_share)
-        )
 
 
 def installed_vllm(python: str) -> tuple[str, str]:

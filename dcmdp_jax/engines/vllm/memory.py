@@ -2,21 +2,16 @@
 
 from dcmdp_jax.engines.engine_kind import EngineArguments
 from dcmdp_jax.engines.machine import Machine, MemoryPart
-from dcmdp_jax.engines.sidecar.weights import WeightBridge, shared_bytes
+from dcmdp_jax.engines.sidecar.weights import make_bridges, shared_bytes
 from dcmdp_jax.engines.vllm.launch import engine_arguments
 
 
 def memory_parts(arguments: EngineArguments, machine: Machine) -> list[MemoryPart]:
     """The weights in shared memory; what vLLM takes on a CPU, its cache of fixed size."""
-    model = arguments.model
-    dtype = arguments.compute_dtype
     settings = arguments.settings
-    bridge = WeightBridge(model, dtype=dtype, int8=arguments.precision == "int8")
-    adapters = None
-    if arguments.lora:
-        adapters = WeightBridge(model, dtype=dtype, lora=arguments.lora)
+    bridge, adapters = make_bridges(arguments)
     smaller = "a smaller model"
-    if dtype == "float32":
+    if arguments.compute_dtype == "float32":
         smaller += ", or `compute_dtype`=bfloat16"
     shared, copies = shared_bytes(bridge, adapters, stored=settings.placement == "ray")
     shared_weights = MemoryPart(f"{copies} for vLLM", host=shared, lower=smaller)

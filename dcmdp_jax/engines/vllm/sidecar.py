@@ -155,7 +155,8 @@ class EngineHost:
     def generate(self, fields: Fields, arrays: Arrays) -> _Frames:
         """Sample one completion, a row, for each seed; `prompt_of_row` says after which prompt.
 
-        Progress brings the rows that have ended since; the answer is empty.
+        At temperature 0 vLLM ignores `top_p` and `top_k`. Progress brings the rows that have ended
+        since; the answer is empty.
         """
         top = fields["top_logprobs"]
         prompts = _split(arrays["prompt_ids"], arrays["prompt_lengths"])
@@ -288,19 +289,20 @@ def _completions(outputs: dict[int, Any], top: int) -> Arrays:
     completions = [output.outputs[0] for output in outputs.values()]
     # [tokens, top + 1], all completions one after the other; without `top` the ids are not needed.
     logprobs = np.concatenate(
-        [np.asarray(c.logprobs.logprobs, np.float32) for c in completions]
-    ).reshape(-1, top + 1)
+        [c.logprobs.logprobs for c in completions],
+        dtype=np.float32,
+    )
+    logprobs = logprobs.reshape(-1, top + 1)
     arrays = {
         "rows": np.array(list(outputs), np.int32),
-        "token_ids": np.concatenate([np.asarray(c.token_ids, np.int32) for c in completions]),
+        "token_ids": np.concatenate([c.token_ids for c in completions], dtype=np.int32),
         "logprobs": logprobs[:, 0].copy(),
         "lengths": np.array([len(c.token_ids) for c in completions], np.int32),
         "stopped": np.array([c.finish_reason == "stop" for c in completions], np.uint8),
     }
     if top:
-        top_ids = np.concatenate(
-            [np.asarray(c.logprobs.token_ids, np.int32) for c in completions]
-        ).reshape(-1, top + 1)
+        top_ids = np.concatenate([c.logprobs.token_ids for c in completions], dtype=np.int32)
+        top_ids = top_ids.reshape(-1, top + 1)
         cut = logprobs[:, 1:] == -np.inf
         arrays["top_ids"] = np.where(cut, -1, top_ids[:, 1:])
         arrays["top_logprobs"] = np.where(cut, 0, logprobs[:, 1:])
@@ -308,8 +310,7 @@ def _completions(outputs: dict[int, Any], top: int) -> Arrays:
 
 
 def _split(ids: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
-    ends = np.cumsum(lengths)
-    return [ids[end - length : end].tolist() for end, length in zip(ends, lengths, strict=True)]
+    return [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
 
 
 def one_line(error: BaseException) -> str:

@@ -314,7 +314,7 @@ def _handed_over(
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Name and view of each tensor of a segment; its checksum goes to `sums` as it is taken."""
     for tensor in tensors:
-        data = memory[tensor.offset : tensor.offset + tensor.num_bytes]
+        data = memory[tensor.byte_range]
         sums[tensor.name] = segments.checksum(data, policy_version)
         value = torch.from_numpy(data).view(getattr(torch, tensor.dtype))
         yield tensor.name, value.view(tensor.shape)
