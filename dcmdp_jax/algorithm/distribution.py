@@ -246,9 +246,7 @@ def centering_loss(
     active = jnp.asarray(tokens.completion_mask, bool) & (jnp.asarray(weights) != 0)
     sequence_ratio = None
     if ratio_level == "sequence":
-        log_ratio = losses.sequence_log_ratio(
-            tokens.train_logprobs, tokens.anchor_logprobs, tokens.where
-        )
+        log_ratio = losses.sequence_log_ratio(tokens)
         sequence_ratio = stop_gradient(jnp.exp(jnp.where(active, log_ratio, 0.0)))
 
     def constant_inside(array: Array) -> Array:
@@ -303,7 +301,7 @@ def centering_loss(
         outcomes(head.old_logprobs),
         outcomes(head.start_logprobs),
         outcomes(head.rollout_logprobs),
-        outcomes(head._asdict()[anchor]),
+        outcomes(getattr(head, anchor)),
     )
     constant_weights = stop_gradient(jnp.where(active, weights, 0.0))
     return masked.weighted_sum(jnp.sum(expected, axis=0), constant_weights).total

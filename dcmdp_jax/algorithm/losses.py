@@ -15,7 +15,6 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from dcmdp_jax.algorithm import discrepancy, stats
 from dcmdp_jax.algorithm.masked import (
-    CompletionIndex,
     completion_means,
     gather_to_tokens,
     masked_sum,
@@ -193,8 +192,7 @@ def policy_loss(
         ratio = importance_ratio(train, anchor)
     else:
         # The mean of a completion is over its dropped tokens too.
-        log_ratio = sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, tokens.where)
-        ratio = jnp.exp(inside(log_ratio))
+        ratio = jnp.exp(inside(sequence_log_ratio(tokens)))
     active_tokens = tokens._replace(
         train_logprobs=train,
         old_logprobs=constant(tokens.old_logprobs),
@@ -218,24 +216,21 @@ def policy_loss(
     return weighted_sum(token_losses, weights), statistics
 
 
-def sequence_log_ratio(
-    train_logprobs: Float[Array, "R L"], old_logprobs: Float[Array, "R L"], where: CompletionIndex
-) -> Float[jax.Array, "R L"]:
-    """Mean log-ratio of each token's completion, with the gradient of the token's own; clamped."""
-    require_same_shape(
-        train_logprobs=train_logprobs,
-        old_logprobs=old_logprobs,
-        completion_mask=where.mask,
-    )
-    require_gradient("train_logprobs", train_logprobs)
-    mask = jnp.asarray(where.mask, bool)
-    train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
-    old = stop_gradient(jnp.where(mask, jnp.asarray(old_logprobs, jnp.float32), 0.0))
-    difference = stats.log_difference(train, old)
-    means = completion_means(stop_gradient(difference), where)
+def sequence_log_ratio(tokens: Tokens) -> Float[jax.Array, "R L"]:
+    """Mean log-ratio of each token's completion, with the gradient of the token's own; clamped.
+
+    The ratio is that of `train_logprobs` and `anchor_logprobs`.
+    """
+    require_tokens(tokens)
+    mask = jnp.asarray(tokens.completion_mask, bool)
+    train = jnp.where(mask, jnp.asarray(tokens.train_logprobs, jnp.float32), 0.0)
+    anchor = jnp.where(mask, jnp.asarray(tokens.anchor_logprobs, jnp.float32), 0.0)
+    difference = stats.log_difference(train, stop_gradient(anchor))
+    means = completion_means(stop_gradient(difference), tokens.where)
     # The value is 0, the gradient is that of `difference`.
     gradient_only = difference - stop_gradient(difference)
-    return stats.clamp(gather_to_tokens(means, where.index) + gradient_only, stats.MAX_LOG_RATIO)
+    token_means = gather_to_tokens(means, tokens.completion_index)
+    return stats.clamp(token_means + gradient_only, stats.MAX_LOG_RATIO)
 
 
 def aggregation_weights(

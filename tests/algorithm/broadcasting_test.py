@@ -147,9 +147,7 @@ CASES = {
         _part(losses.reference_kl, estimator="k3"),
         {"train_logprobs": ROWS, "ref_logprobs": ROWS, "completion_mask": MASK},
     ),
-    "losses.sequence_log_ratio": _of_completions(
-        losses.sequence_log_ratio, train_logprobs=ROWS, old_logprobs=ROWS
-    ),
+    "losses.sequence_log_ratio": _of_tokens(losses.sequence_log_ratio),
     "losses.importance_ratio": (
         losses.importance_ratio,
         {"train_logprobs": ROWS, "old_logprobs": ROWS},
