@@ -37,6 +37,7 @@ from dcmdp_jax.algorithm.masked import (
     completion_sums,
     gather_to_tokens,
     masked_sum,
+    masked_values,
 )
 from dcmdp_jax.algorithm.remedies import Corrected, Statistics, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.require import (
@@ -285,7 +286,7 @@ def vaco(tokens: Tokens, *, high: float = 0.05) -> Corrected:
     require_number("high", high, minimum=0, open_minimum=True)
     log_ratio = _token_log_ratio(tokens)
     mean = _gathered(tokens, completion_means, jnp.abs(jnp.expm1(log_ratio)))
-    adds_to_it = jnp.asarray(tokens.advantages) * log_ratio > 0
+    adds_to_it = tokens.advantages * log_ratio > 0
     return _kept(tokens, mean, ~(adds_to_it & (mean > high)))
 
 
@@ -298,7 +299,7 @@ def m2po(tokens: Tokens, *, high: float = 0.04) -> Corrected:
     """
     require_number("high", high, minimum=0)
     squares = _token_log_ratio(tokens) ** 2
-    mask = jnp.asarray(tokens.completion_mask, bool)
+    mask = tokens.completion_mask
     # NaN counts as 0, so that it is kept; what is outside the mask is sorted to the end.
     sortable = jnp.where(mask, jnp.where(jnp.isnan(squares), 0.0, squares), jnp.inf).ravel()
     order = jnp.argsort(sortable)
@@ -332,7 +333,7 @@ def off_policy_mask(tokens: Tokens, *, high: float = 0.5) -> Corrected:
     require_number("high", high, minimum=0, open_minimum=True)
     difference = log_difference(tokens.rollout_logprobs, tokens.train_logprobs)
     mean = _gathered(tokens, completion_means, difference)
-    return _kept(tokens, mean, ~((jnp.asarray(tokens.advantages) < 0) & (mean > high)))
+    return _kept(tokens, mean, ~((tokens.advantages < 0) & (mean > high)))
 
 
 def kl_rejection(
@@ -442,14 +443,13 @@ def statistics(
         keep=corrected.keep,
         completion_mask=completion_mask,
     )
-    mask = jnp.asarray(completion_mask, bool)
-    truncated = jnp.asarray(corrected.truncated) & corrected.keep
-    weights = jnp.where(mask & corrected.keep, corrected.weights, 0.0)
+    kept_weights = masked_values(corrected.weights, corrected.keep)
+    truncated = corrected.truncated & corrected.keep
     return {
-        "correction/dropped_fraction": masked_sum(~corrected.keep, mask),
-        "correction/truncated_fraction": masked_sum(truncated, mask),
-        "correction/weight_mean": masked_sum(weights, mask),
-        "correction/weight_square_mean": masked_sum(weights**2, mask),
+        "correction/dropped_fraction": masked_sum(~corrected.keep, completion_mask),
+        "correction/truncated_fraction": masked_sum(truncated, completion_mask),
+        "correction/weight_mean": masked_sum(kept_weights, completion_mask),
+        "correction/weight_square_mean": masked_sum(kept_weights**2, completion_mask),
     }
 
 
@@ -471,9 +471,7 @@ def _completion_ratio(tokens: Tokens, reduce: Callable[..., Any]) -> _Values:
 
 def _inside_mask(tokens: Tokens, values: _Values) -> _Values:
     require_tokens(tokens)
-    return jnp.where(
-        jnp.asarray(tokens.completion_mask, bool), jnp.asarray(values, jnp.float32), 0.0
-    )
+    return masked_values(values, tokens.completion_mask)
 
 
 def _gathered(
@@ -510,11 +508,11 @@ def _scanned(
     Returns:
         Values combined up to each token, itself included, and before it, which is 0 for the first.
     """
-    mask = jnp.asarray(tokens.completion_mask, bool)
+    mask = tokens.completion_mask
 
     # A completion begins where the completion of the latest sampled token changes.
     latest = jax.lax.cummax(jnp.where(mask, jnp.arange(values.shape[1]), 0), axis=1)
-    index = jnp.take_along_axis(jnp.asarray(tokens.completion_index), latest, axis=1)
+    index = jnp.take_along_axis(tokens.completion_index, latest, axis=1)
     num_before = jnp.roll(jnp.cumsum(mask, axis=1), 1, axis=1).at[:, 0].set(0)
     begins = mask & ((num_before == 0) | (index != jnp.roll(index, 1, axis=1)))
 
@@ -562,6 +560,6 @@ def _corrected(
     keep: _Flags | bool = True,
     truncated: _Flags | bool = False,
 ) -> Corrected:
-    mask = jnp.asarray(tokens.completion_mask, bool)
+    mask = tokens.completion_mask
     weights = jax.lax.stop_gradient(jnp.where(mask & keep, weights, 0.0))
     return Corrected(weights, keep | ~mask, truncated & mask)

@@ -52,7 +52,7 @@ class Head(NamedTuple):
     @property
     def present(self) -> Bool[jax.Array, "*s k"]:
         """False where the engine has fewer tokens."""
-        return jnp.asarray(self.ids) >= 0
+        return self.ids >= 0
 
 
 def require_head(head: Head, mask: Array) -> None:
@@ -124,8 +124,8 @@ def state_measures(
         rollout_logprobs=rollout_logprobs,
         present=present,
     )
-    train = stop_gradient(jnp.where(present, jnp.asarray(train_logprobs, jnp.float32), 0.0))
-    rollout = stop_gradient(jnp.where(present, jnp.asarray(rollout_logprobs, jnp.float32), 0.0))
+    train = stop_gradient(masked.masked_values(train_logprobs, present))
+    rollout = stop_gradient(masked.masked_values(rollout_logprobs, present))
     p = jnp.where(present, jnp.exp(train), 0.0)
     q = jnp.where(present, jnp.exp(rollout), 0.0)
     log_ratio = stats.clamped_log_ratio(train, rollout)
@@ -243,7 +243,7 @@ def centering_loss(
     require_tokens(tokens)
     require_same_shape(weights=weights, completion_mask=tokens.completion_mask)
     require_head(head, tokens.completion_mask)
-    active = jnp.asarray(tokens.completion_mask, bool) & (jnp.asarray(weights) != 0)
+    active = tokens.completion_mask & (weights != 0)
     sequence_ratio = None
     if ratio_level == "sequence":
         log_ratio = losses.sequence_log_ratio(tokens)

@@ -126,6 +126,7 @@ CASES = {
     "advantages.group_advantages": (advantages.group_advantages, GROUP | {"epsilon": ONE}),
     "advantages.has_signal": (advantages.has_signal, GROUP),
     "masked.group_statistics": (_part(masked.group_statistics, ddof=1), GROUP),
+    "masked.masked_values": (masked.masked_values, {"values": ROWS, "mask": MASK}),
     "masked.masked_sum": (masked.masked_sum, {"values": ROWS, "mask": MASK}),
     "masked.masked_mean": (masked.masked_mean, {"values": ROWS, "mask": MASK}),
     "masked.masked_max": (masked.masked_max, {"values": ROWS, "mask": MASK}),
