@@ -357,7 +357,6 @@ def algorithm_rules(
                 "it out",
                 call.function,
             )
-    for call in algorithm.calls("corrections"):
         if algorithm.centers and (call.own or call.function in OF_PREFIXES):
             yield (
                 "algorithm.corrections",
