@@ -126,8 +126,8 @@ def state_measures(
     )
     train = stop_gradient(masked.masked_values(train_logprobs, present))
     rollout = stop_gradient(masked.masked_values(rollout_logprobs, present))
-    p = jnp.where(present, jnp.exp(train), 0.0)
-    q = jnp.where(present, jnp.exp(rollout), 0.0)
+    p = masked.masked_values(jnp.exp(train), present)
+    q = masked.masked_values(jnp.exp(rollout), present)
     log_ratio = stats.clamped_log_ratio(train, rollout)
 
     log_p_tail = tail_logprobs(train, present)
