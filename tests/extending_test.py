@@ -86,7 +86,7 @@ def test_the_command_of_a_remedy(tmp_path, monkeypatch):
     )
     one = np.ones((1, 1), np.float32)
     tokens = Tokens(advantages=2 * one, ratio=1.3 * one, completion_mask=one > 0)
-    region, statistics = remedies.trust_region(tokens)
+    region, statistics = remedies.loss.keywords["trust_region"](tokens)
     # 2 * 0.3 tanh(0.3 / 0.3) = 0.457; its slope at 1 is that of the plain objective.
     assert float(region.objective[0, 0]) == pytest.approx(0.6 * np.tanh(1), rel=1e-6)
     assert list(statistics) == ["remedy/soft/beyond"]

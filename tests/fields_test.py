@@ -8,7 +8,7 @@ import pytest
 from dcmdp_jax.algorithm import discrepancy, losses, stats
 from dcmdp_jax.config.checks import validate
 from dcmdp_jax.config.settings import Config
-from dcmdp_jax.config.values import check_range
+from dcmdp_jax.config.values import check_value
 from dcmdp_jax.fields import Setting, declared, setting
 
 
@@ -40,7 +40,7 @@ def test_every_default_keeps_its_own_rules():
     for one in declared(Config).values():
         assert type(one.default) is one.type or one.default == (), one.name
         assert one.about.doc.endswith((".", "...")), one.name
-        check_range(one, one.default, one.name)
+        check_value(one, one.default, one.name)
 
 
 @pytest.mark.parametrize(

@@ -61,9 +61,9 @@ def group_advantages(
     _require_group_ids(group_ids)
     if valid is None:
         valid = jnp.ones(jnp.shape(rewards), bool)
+    valid = jnp.asarray(valid, bool)
     table = group_statistics(rewards, group_ids, valid, ddof=ddof)
 
-    valid = jnp.asarray(valid, bool)
     group_ids = jnp.asarray(group_ids)
     outside = valid & ((group_ids < 0) | (group_ids >= len(table.size)))
     group_ids = group_ids.astype(jnp.int32)
@@ -135,4 +135,4 @@ def has_signal(
     `group_advantages`.
     """
     table = group_statistics(rewards, group_ids, valid, ddof=0)
-    return ~table.all_equal[jnp.asarray(group_ids, jnp.int32)]
+    return ~table.all_equal[group_ids]

@@ -14,7 +14,7 @@ batch, and q = exp(rollout), the inference engine,
 
 Sums over a completion add unclamped differences (each log-prob is clamped at 1e4 nats, so that -inf
 is finite); what is exponentiated or squared is clamped at 20 nats first
-(`stats.clamped_log_ratio`). A value equal to a bound is kept. A NaN under the mask stays NaN: no
+(`stats.clamp`). A value equal to a bound is kept. A NaN under the mask stays NaN: no
 comparison drops it, and the weight becomes NaN. Values outside the mask are ignored.
 
 To add one, write it in a file of yours, or here and name it in `TRUNCATIONS` or `MASKS` (it weighs
@@ -36,6 +36,8 @@ from dcmdp_jax.algorithm.masked import (
     completion_means,
     completion_sums,
     gather_to_tokens,
+    masked_sum,
+    masked_values,
 )
 from dcmdp_jax.algorithm.remedies import Corrected, Statistics, Tokens, require_tokens, split
 from dcmdp_jax.algorithm.require import (
@@ -50,7 +52,6 @@ from dcmdp_jax.algorithm.stats import (
     Mean,
     binary_kl,
     clamp,
-    clamped_log_ratio,
     kl_estimate,
     log_difference,
 )
@@ -110,7 +111,7 @@ def sequence_tis(
     (`rollout_is=sequence`, 2) and TRL (`sequence_truncate`, 3) weigh alike. AReaL's sequence level
     takes the geometric mean, not the product.
     """
-    return _truncated(tokens, jnp.exp(_sequence_log_ratio(tokens)), low, high)
+    return _truncated(tokens, _completion_ratio(tokens, completion_sums), low, high)
 
 
 def icepop(tokens: Tokens, *, low: float = 0.5, high: float = 5.0) -> Corrected:
@@ -154,7 +155,7 @@ def sequence_mis(
     default (`sequence_mask`, up to 3), where dropped completions count. verl has it as
     `rollout_is=sequence` with `rollout_rs=seq_sum_k1`, the weight truncated too.
     """
-    ratio = jnp.exp(_sequence_log_ratio(tokens))
+    ratio = _completion_ratio(tokens, completion_sums)
     return _kept(tokens, ratio, _inside(ratio, low, high), weights=ratio)
 
 
@@ -223,7 +224,7 @@ def sequence_rejection(
     bounds -sum d, hence 1 / prod r: its bounds are ours inverted, the same for a symmetric band.
     slime: `rs_level=sequence`.
     """
-    ratio = jnp.exp(_sequence_log_ratio(tokens))
+    ratio = _completion_ratio(tokens, completion_sums)
     return _kept(tokens, ratio, _inside(ratio, low, high))
 
 
@@ -240,8 +241,7 @@ def geometric_rejection(
     `seq-mask-tis` (0.999 to 1.002) weighs kept tokens by r_t too, without bound: add
     `tis(high=...)`.
     """
-    mean = _gathered(tokens, completion_means, _token_difference(tokens))
-    ratio = jnp.exp(clamp(mean, MAX_LOG_RATIO))
+    ratio = _completion_ratio(tokens, completion_means)
     return _kept(tokens, ratio, _inside(ratio, low, high))
 
 
@@ -286,7 +286,7 @@ def vaco(tokens: Tokens, *, high: float = 0.05) -> Corrected:
     require_number("high", high, minimum=0, open_minimum=True)
     log_ratio = _token_log_ratio(tokens)
     mean = _gathered(tokens, completion_means, jnp.abs(jnp.expm1(log_ratio)))
-    adds_to_it = jnp.asarray(tokens.advantages) * log_ratio > 0
+    adds_to_it = tokens.advantages * log_ratio > 0
     return _kept(tokens, mean, ~(adds_to_it & (mean > high)))
 
 
@@ -299,7 +299,7 @@ def m2po(tokens: Tokens, *, high: float = 0.04) -> Corrected:
     """
     require_number("high", high, minimum=0)
     squares = _token_log_ratio(tokens) ** 2
-    mask = jnp.asarray(tokens.completion_mask, bool)
+    mask = tokens.completion_mask
     # NaN counts as 0, so that it is kept; what is outside the mask is sorted to the end.
     sortable = jnp.where(mask, jnp.where(jnp.isnan(squares), 0.0, squares), jnp.inf).ravel()
     order = jnp.argsort(sortable)
@@ -333,7 +333,7 @@ def off_policy_mask(tokens: Tokens, *, high: float = 0.5) -> Corrected:
     require_number("high", high, minimum=0, open_minimum=True)
     difference = log_difference(tokens.rollout_logprobs, tokens.train_logprobs)
     mean = _gathered(tokens, completion_means, difference)
-    return _kept(tokens, mean, ~((jnp.asarray(tokens.advantages) < 0) & (mean > high)))
+    return _kept(tokens, mean, ~((tokens.advantages < 0) & (mean > high)))
 
 
 def kl_rejection(
@@ -443,19 +443,14 @@ def statistics(
         keep=corrected.keep,
         completion_mask=completion_mask,
     )
-    mask = jnp.asarray(completion_mask, bool)
-    weights = jnp.where(mask & corrected.keep, corrected.weights, 0.0)
-    values = {
-        "correction/dropped_fraction": ~corrected.keep,
-        "correction/truncated_fraction": jnp.asarray(corrected.truncated) & corrected.keep,
-        "correction/weight_mean": weights,
-        "correction/weight_square_mean": weights**2,
+    kept_weights = masked_values(corrected.weights, corrected.keep)
+    truncated = corrected.truncated & corrected.keep
+    return {
+        "correction/dropped_fraction": masked_sum(~corrected.keep, completion_mask),
+        "correction/truncated_fraction": masked_sum(truncated, completion_mask),
+        "correction/weight_mean": masked_sum(kept_weights, completion_mask),
+        "correction/weight_square_mean": masked_sum(kept_weights**2, completion_mask),
     }
-    count = jnp.sum(mask, dtype=jnp.int32).astype(jnp.float32)
-    means = {}
-    for name, value in values.items():
-        means[name] = Mean(jnp.sum(jnp.where(mask, value, 0.0)), count)
-    return means
 
 
 def _token_difference(tokens: Tokens) -> _Values:
@@ -465,21 +460,18 @@ def _token_difference(tokens: Tokens) -> _Values:
 
 def _token_log_ratio(tokens: Tokens) -> _Values:
     """d_t, clamped."""
-    return clamped_log_ratio(
-        _inside_mask(tokens, tokens.old_logprobs), _inside_mask(tokens, tokens.rollout_logprobs)
-    )
+    return clamp(_token_difference(tokens), MAX_LOG_RATIO)
 
 
-def _sequence_log_ratio(tokens: Tokens) -> _Values:
-    """sum_t d_t of each token's completion, clamped at the end."""
-    return clamp(_gathered(tokens, completion_sums, _token_difference(tokens)), MAX_LOG_RATIO)
+def _completion_ratio(tokens: Tokens, reduce: Callable[..., Any]) -> _Values:
+    """e^x of each token's completion, x a reduction of its d_t, which is clamped at the end."""
+    log_ratio = _gathered(tokens, reduce, _token_difference(tokens))
+    return jnp.exp(clamp(log_ratio, MAX_LOG_RATIO))
 
 
 def _inside_mask(tokens: Tokens, values: _Values) -> _Values:
     require_tokens(tokens)
-    return jnp.where(
-        jnp.asarray(tokens.completion_mask, bool), jnp.asarray(values, jnp.float32), 0.0
-    )
+    return masked_values(values, tokens.completion_mask)
 
 
 def _gathered(
@@ -516,36 +508,28 @@ def _scanned(
     Returns:
         Values combined up to each token, itself included, and before it, which is 0 for the first.
     """
-    require_tokens(tokens)
-    mask = jnp.asarray(tokens.completion_mask, bool)
-    last_axis = values.ndim - 1
+    mask = tokens.completion_mask
 
     # A completion begins where the completion of the latest sampled token changes.
-    latest = jax.lax.cummax(jnp.where(mask, jnp.arange(values.shape[-1]), 0), axis=last_axis)
-    index = jnp.take_along_axis(jnp.asarray(tokens.completion_index), latest, axis=-1)
-    num_before = jnp.roll(jnp.cumsum(mask, axis=-1), 1, axis=-1).at[..., 0].set(0)
-    begins = mask & ((num_before == 0) | (index != jnp.roll(index, 1, axis=-1)))
+    latest = jax.lax.cummax(jnp.where(mask, jnp.arange(values.shape[1]), 0), axis=1)
+    index = jnp.take_along_axis(tokens.completion_index, latest, axis=1)
+    num_before = jnp.roll(jnp.cumsum(mask, axis=1), 1, axis=1).at[:, 0].set(0)
+    begins = mask & ((num_before == 0) | (index != jnp.roll(index, 1, axis=1)))
 
     def join(a: Any, b: Any) -> Any:
         """Join pairs of (whether a completion begins, value): what begins in b forgets a."""
         return a[0] | b[0], jnp.where(b[0], b[1], combine(a[1], b[1]))
 
-    _, scanned = jax.lax.associative_scan(
-        join, (begins, jnp.where(mask, values, empty)), axis=last_axis
-    )
-    return scanned, jnp.where(begins, 0.0, jnp.roll(scanned, 1, axis=-1))
-
-
-def _require_band(low: float, high: float) -> None:
-    require_number("low", low, minimum=0)
-    require_number("high", high, minimum=0, open_minimum=True)
-    if low >= high:
-        raise ValueError(f"the band from low={low:g} to high={high:g} is empty")
+    _, scanned = jax.lax.associative_scan(join, (begins, jnp.where(mask, values, empty)), axis=1)
+    return scanned, jnp.where(begins, 0.0, jnp.roll(scanned, 1, axis=1))
 
 
 def _inside(values: _Values, low: float, high: float) -> _Flags:
     """Whether low <= value <= high; true for NaN, which must not be dropped unseen."""
-    _require_band(low, high)
+    require_number("low", low, minimum=0)
+    require_number("high", high, minimum=0, open_minimum=True)
+    if low >= high:
+        raise ValueError(f"the band from low={low:g} to high={high:g} is empty")
     return ~((values < low) | (values > high))
 
 
@@ -576,6 +560,6 @@ def _corrected(
     keep: _Flags | bool = True,
     truncated: _Flags | bool = False,
 ) -> Corrected:
-    mask = jnp.asarray(tokens.completion_mask, bool)
+    mask = tokens.completion_mask
     weights = jax.lax.stop_gradient(jnp.where(mask & keep, weights, 0.0))
     return Corrected(weights, keep | ~mask, truncated & mask)

@@ -142,7 +142,7 @@ def sequence_discrepancy(
     """
     means = masked.completion_means(discrepancy_tokens, where)
     token_means = masked.gather_to_tokens(means, where.index)
-    return jnp.where(jnp.asarray(where.mask, bool), token_means, 0.0)
+    return masked.masked_values(token_means, where.mask)
 
 
 def completions_over_tolerance(
@@ -231,7 +231,8 @@ def displacement_statistics(
         mask: true on sampled tokens.
 
     Returns:
-        float32: `mean`, `abs_mean`, `abs_p50`, `abs_p95`, `abs_p99`; 0 on an empty mask.
+        float32: `mean`, `abs_mean`, `abs_p50`, `abs_p95`, `abs_p99`, after `displacement/`; 0 on an
+        empty mask.
 
     Raises:
         ValueError: if the shapes differ.
@@ -239,11 +240,11 @@ def displacement_statistics(
     eps = displacement(train_logprobs, rollout_logprobs)
     sizes = jnp.abs(eps)
     return {
-        "mean": masked.masked_mean(eps, mask),
-        "abs_mean": masked.masked_mean(sizes, mask),
-        "abs_p50": masked.masked_quantile(sizes, mask, 0.5),
-        "abs_p95": masked.masked_quantile(sizes, mask, 0.95),
-        "abs_p99": masked.masked_quantile(sizes, mask, 0.99),
+        "displacement/mean": masked.masked_mean(eps, mask),
+        "displacement/abs_mean": masked.masked_mean(sizes, mask),
+        "displacement/abs_p50": masked.masked_quantile(sizes, mask, 0.5),
+        "displacement/abs_p95": masked.masked_quantile(sizes, mask, 0.95),
+        "displacement/abs_p99": masked.masked_quantile(sizes, mask, 0.99),
     }
 
 
@@ -280,9 +281,8 @@ def mismatch_statistics(
         ValueError: if the shapes differ.
     """
     require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
-    mask = jnp.asarray(mask, bool)
-    train = jnp.where(mask, stop_gradient(jnp.asarray(train_logprobs, jnp.float32)), 0.0)
-    rollout = jnp.where(mask, stop_gradient(jnp.asarray(rollout_logprobs, jnp.float32)), 0.0)
+    train = stop_gradient(masked.masked_values(train_logprobs, mask))
+    rollout = stop_gradient(masked.masked_values(rollout_logprobs, mask))
     log_ratio = clamped_log_ratio(train, rollout)
 
     # Scaled by the largest weight, which cancels: squares and sums stay near 1.

@@ -52,7 +52,7 @@ class Head(NamedTuple):
     @property
     def present(self) -> Bool[jax.Array, "*s k"]:
         """False where the engine has fewer tokens."""
-        return jnp.asarray(self.ids) >= 0
+        return self.ids >= 0
 
 
 def require_head(head: Head, mask: Array) -> None:
@@ -124,10 +124,10 @@ def state_measures(
         rollout_logprobs=rollout_logprobs,
         present=present,
     )
-    train = stop_gradient(jnp.where(present, jnp.asarray(train_logprobs, jnp.float32), 0.0))
-    rollout = stop_gradient(jnp.where(present, jnp.asarray(rollout_logprobs, jnp.float32), 0.0))
-    p = jnp.where(present, jnp.exp(train), 0.0)
-    q = jnp.where(present, jnp.exp(rollout), 0.0)
+    train = stop_gradient(masked.masked_values(train_logprobs, present))
+    rollout = stop_gradient(masked.masked_values(rollout_logprobs, present))
+    p = masked.masked_values(jnp.exp(train), present)
+    q = masked.masked_values(jnp.exp(rollout), present)
     log_ratio = stats.clamped_log_ratio(train, rollout)
 
     log_p_tail = tail_logprobs(train, present)
@@ -243,12 +243,10 @@ def centering_loss(
     require_tokens(tokens)
     require_same_shape(weights=weights, completion_mask=tokens.completion_mask)
     require_head(head, tokens.completion_mask)
-    active = jnp.asarray(tokens.completion_mask, bool) & (jnp.asarray(weights) != 0)
+    active = tokens.completion_mask & (weights != 0)
     sequence_ratio = None
     if ratio_level == "sequence":
-        log_ratio = losses.sequence_log_ratio(
-            tokens.train_logprobs, tokens.anchor_logprobs, tokens.where
-        )
+        log_ratio = losses.sequence_log_ratio(tokens)
         sequence_ratio = stop_gradient(jnp.exp(jnp.where(active, log_ratio, 0.0)))
 
     def constant_inside(array: Array) -> Array:
@@ -303,7 +301,7 @@ def centering_loss(
         outcomes(head.old_logprobs),
         outcomes(head.start_logprobs),
         outcomes(head.rollout_logprobs),
-        outcomes(head._asdict()[anchor]),
+        outcomes(getattr(head, anchor)),
     )
     constant_weights = stop_gradient(jnp.where(active, weights, 0.0))
     return masked.weighted_sum(jnp.sum(expected, axis=0), constant_weights).total

@@ -15,10 +15,10 @@ from jaxtyping import Bool, Float, Int, Shaped
 
 from dcmdp_jax.algorithm import discrepancy, stats
 from dcmdp_jax.algorithm.masked import (
-    CompletionIndex,
     completion_means,
     gather_to_tokens,
     masked_sum,
+    masked_values,
     weighted_sum,
 )
 from dcmdp_jax.algorithm.remedies import Function, Statistics, Tokens, require_tokens, split
@@ -175,26 +175,21 @@ def policy_loss(
     """
     require_tokens(tokens)
     require_same_shape(completion_mask=tokens.completion_mask, token_weights=token_weights)
-    mask = jnp.asarray(tokens.completion_mask, bool)
-    weights = stop_gradient(jnp.where(mask, jnp.asarray(token_weights, jnp.float32), 0.0))
+    weights = stop_gradient(masked_values(token_weights, tokens.completion_mask))
     active = weights != 0
-
-    def inside(values: Array) -> jax.Array:
-        return jnp.where(active, jnp.asarray(values, jnp.float32), 0.0)
 
     def constant(values: Array | None) -> jax.Array | None:
         if values is None:
             return None
-        return stop_gradient(inside(values))
+        return stop_gradient(masked_values(values, active))
 
-    train = inside(tokens.train_logprobs)
+    train = masked_values(tokens.train_logprobs, active)
     anchor = constant(tokens.anchor_logprobs)
     if ratio_level == "token":
         ratio = importance_ratio(train, anchor)
     else:
         # The mean of a completion is over its dropped tokens too.
-        log_ratio = sequence_log_ratio(tokens.train_logprobs, tokens.anchor_logprobs, tokens.where)
-        ratio = jnp.exp(inside(log_ratio))
+        ratio = jnp.exp(masked_values(sequence_log_ratio(tokens), active))
     active_tokens = tokens._replace(
         train_logprobs=train,
         old_logprobs=constant(tokens.old_logprobs),
@@ -218,24 +213,20 @@ def policy_loss(
     return weighted_sum(token_losses, weights), statistics
 
 
-def sequence_log_ratio(
-    train_logprobs: Float[Array, "R L"], old_logprobs: Float[Array, "R L"], where: CompletionIndex
-) -> Float[jax.Array, "R L"]:
-    """Mean log-ratio of each token's completion, with the gradient of the token's own; clamped."""
-    require_same_shape(
-        train_logprobs=train_logprobs,
-        old_logprobs=old_logprobs,
-        completion_mask=where.mask,
-    )
-    require_gradient("train_logprobs", train_logprobs)
-    mask = jnp.asarray(where.mask, bool)
-    train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
-    old = stop_gradient(jnp.where(mask, jnp.asarray(old_logprobs, jnp.float32), 0.0))
-    difference = stats.log_difference(train, old)
-    means = completion_means(stop_gradient(difference), where)
+def sequence_log_ratio(tokens: Tokens) -> Float[jax.Array, "R L"]:
+    """Mean log-ratio of each token's completion, with the gradient of the token's own; clamped.
+
+    The ratio is that of `train_logprobs` and `anchor_logprobs`.
+    """
+    require_tokens(tokens)
+    train = masked_values(tokens.train_logprobs, tokens.completion_mask)
+    anchor = masked_values(tokens.anchor_logprobs, tokens.completion_mask)
+    difference = stats.log_difference(train, stop_gradient(anchor))
+    means = completion_means(stop_gradient(difference), tokens.where)
     # The value is 0, the gradient is that of `difference`.
     gradient_only = difference - stop_gradient(difference)
-    return stats.clamp(gather_to_tokens(means, where.index) + gradient_only, stats.MAX_LOG_RATIO)
+    token_means = gather_to_tokens(means, tokens.completion_index)
+    return stats.clamp(token_means + gradient_only, stats.MAX_LOG_RATIO)
 
 
 def aggregation_weights(
@@ -293,7 +284,7 @@ def aggregation_weights(
     kept_lengths = lengths
     if dropped_tokens is not None:
         kept_lengths = lengths - jnp.asarray(dropped_tokens, jnp.int32)
-    counted = jnp.asarray(loss_mask, bool) & (lengths > 0)
+    counted = loss_mask & (lengths > 0)
     if mode == "token_mean":
         num_tokens = jnp.sum(jnp.where(counted, kept_lengths, 0), dtype=jnp.int32)
         return counted.astype(dtype), num_tokens.astype(dtype)
@@ -347,7 +338,6 @@ def reference_kl(
         ref_logprobs=ref_logprobs,
         completion_mask=completion_mask,
     )
-    mask = jnp.asarray(completion_mask, bool)
-    train = jnp.where(mask, jnp.asarray(train_logprobs, jnp.float32), 0.0)
-    reference = stop_gradient(jnp.where(mask, jnp.asarray(ref_logprobs, jnp.float32), 0.0))
+    train = masked_values(train_logprobs, completion_mask)
+    reference = stop_gradient(masked_values(ref_logprobs, completion_mask))
     return stats.kl_estimate(stats.clamped_log_ratio(reference, train), estimator)

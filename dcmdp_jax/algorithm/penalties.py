@@ -153,7 +153,7 @@ def penalty_length(
     one token, 0 outside `mask`. By the same norm the gradient of log p_y has the length 1 - p_y.
     """
     require_head(head, mask)
-    present = head.present & jnp.asarray(mask, bool)[..., None]
+    present = head.present & mask[..., None]
     log_p = with_tail(head.train_logprobs, present)
     log_q = with_tail(head.rollout_logprobs, present)
     slopes = jax.grad(lambda x: jnp.sum(STATE_PENALTIES[penalty](x, log_q)))(log_p)
@@ -181,7 +181,7 @@ def penalty_loss(
     require_tokens(tokens)
     require_same_shape(weights=weights, completion_mask=tokens.completion_mask)
     require_head(head, tokens.completion_mask)
-    active = jnp.asarray(tokens.completion_mask, bool) & (jnp.asarray(weights) != 0)
+    active = tokens.completion_mask & (weights != 0)
     present = head.present & active[..., None]
 
     # Where the engine has fewer tokens both log-probs are 0: no penalty differs from 0 there.

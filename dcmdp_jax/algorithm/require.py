@@ -104,7 +104,7 @@ def require_number(
     name: str,
     value: Any,
     *,
-    minimum: float = -math.inf,
+    minimum: float,
     maximum: float = math.inf,
     open_maximum: bool = False,
     open_minimum: bool = False,
@@ -136,7 +136,7 @@ def require_number(
     above = value > maximum or open_maximum and value == maximum
     if not math.isfinite(value) or below or above:
         opening = "["
-        if open_minimum or minimum == -math.inf:
+        if open_minimum:
             opening = "("
         closing = "]"
         if open_maximum or maximum == math.inf:

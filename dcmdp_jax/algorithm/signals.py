@@ -153,9 +153,8 @@ def row_signals(
     penalized_advantages, statistics = split(penalty(tokens))
 
     # `tokens` are constants, so that all that follows from them is.
-    planned_weights = stop_gradient(
-        jnp.where(mask, masked.gather_to_tokens(weights, tokens.completion_index), 0.0)
-    )
+    completion_weights = masked.gather_to_tokens(weights, tokens.completion_index)
+    planned_weights = stop_gradient(masked.masked_values(completion_weights, mask))
     dropped_tokens = jnp.zeros(num_completions, jnp.int32)
     token_weights = planned_weights
     centered_weights = planned_weights

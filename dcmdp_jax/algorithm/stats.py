@@ -295,7 +295,14 @@ def empty(tree: Any) -> Any:
 
     def neutral(statistic: Statistic) -> Statistic:
         start = _EMPTY.get(type(statistic), 0)
-        return jax.tree.map(functools.partial(_filled, start), statistic)
+
+        def filled(leaf: Any) -> jax.Array:
+            dtype = leaf.dtype
+            if start or jnp.issubdtype(dtype, jnp.floating):
+                dtype = jnp.float32
+            return jnp.full(leaf.shape, start, dtype)
+
+        return jax.tree.map(filled, statistic)
 
     return _map(neutral, tree)
 
@@ -303,13 +310,6 @@ def empty(tree: Any) -> Any:
 def values(tree: Any) -> Any:
     """The number of every statistic of a tree."""
     return _map(lambda x: x.value(), tree)
-
-
-def _filled(start: float, leaf: Any) -> jax.Array:
-    dtype = leaf.dtype
-    if start or jnp.issubdtype(dtype, jnp.floating):
-        dtype = jnp.float32
-    return jnp.full(jnp.shape(leaf), start, dtype)
 
 
 def _is_statistic(node: Any) -> bool:

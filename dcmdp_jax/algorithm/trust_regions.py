@@ -213,8 +213,13 @@ def vespo(
     `_neg` 3 and 2) and the authors' code alike; their w has the engine's probabilities below:
     `ratio_denominator="rollout"`.
     """
-    _require(tokens, k_positive=k_positive, decay_positive=decay_positive)
-    _require(tokens, k_negative=k_negative, decay_negative=decay_negative)
+    _require(
+        tokens,
+        k_positive=k_positive,
+        decay_positive=decay_positive,
+        k_negative=k_negative,
+        decay_negative=decay_negative,
+    )
     sums = completion_sums(log_difference(_policy(tokens), tokens.anchor_logprobs), tokens.where)
     log_w = jnp.clip(gather_to_tokens(sums, tokens.completion_index), math.log(1e-8), MAX_LOG_RATIO)
     up = tokens.advantages >= 0

@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 import jax
 
@@ -45,26 +45,21 @@ _REMEDIES: Mapping[str, tuple[str, Functions]] = {
 """Setting that names mitigations -> their kind, and ours by name."""
 
 
-class CenteredCorrections(NamedTuple):
-    """The corrections with score centering: those that look at each token alone, and the others."""
-
-    single_tokens: tuple[Function, ...]
-    whole_completions: tuple[Function, ...]
-
-
 @dataclasses.dataclass(frozen=True)
 class Remedies:
     """The functions that the settings name, with their parameters; see `algorithm.remedies`.
 
     Attributes:
-        centered: `corrections` in two kinds; None without score centering.
+        loss: with the trust region.
+        single_tokens: the `corrections` that look at each token alone.
+        whole_completions: the others, with score centering; none without.
     """
 
     penalty: Function
     corrections: tuple[Function, ...]
-    trust_region: Function
     loss: Function
-    centered: CenteredCorrections | None = None
+    single_tokens: tuple[Function, ...]
+    whole_completions: tuple[Function, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,25 +257,18 @@ class AlgorithmSettings:
             corrections.append(correction)
             if of_single_tokens(call.function, call.parameters):
                 single_tokens.append(correction)
-            else:
+            elif self.centers:
                 whole_completions.append(correction)
 
-        trust_region = self._only_function("trust_region")
         loss = self._only_function("loss")
         if not isinstance(loss, OwnRemedy):  # a user's loss has no trust region
-            loss = functools.partial(loss, trust_region=trust_region)
-        centered = None
-        if self.centers:
-            centered = CenteredCorrections(
-                single_tokens=tuple(single_tokens),
-                whole_completions=tuple(whole_completions),
-            )
+            loss = functools.partial(loss, trust_region=self._only_function("trust_region"))
         return Remedies(
             penalty=penalty,
             corrections=tuple(corrections),
-            trust_region=trust_region,
             loss=loss,
-            centered=centered,
+            single_tokens=tuple(single_tokens),
+            whole_completions=tuple(whole_completions),
         )
 
     def _only_function(self, name: str) -> Function:
@@ -369,7 +357,6 @@ def algorithm_rules(
                 "it out",
                 call.function,
             )
-    for call in algorithm.calls("corrections"):
         if algorithm.centers and (call.own or call.function in OF_PREFIXES):
             yield (
                 "algorithm.corrections",

@@ -14,7 +14,7 @@ from typing import Any
 from dcmdp_jax.config.algorithm import algorithm_rules
 from dcmdp_jax.config.rollout import LOWEST_TEMPERATURE, TRAINABLE, RolloutSettings
 from dcmdp_jax.config.settings import TEACHER, Config
-from dcmdp_jax.config.values import build, check_choice, check_range, nearest_name
+from dcmdp_jax.config.values import build, check_choice, check_value, nearest_name
 from dcmdp_jax.dotted_names import get_value
 from dcmdp_jax.engines.engine_kind import EngineArguments, EngineKind
 from dcmdp_jax.engines.registry import find_engine, unknown_engine
@@ -164,8 +164,7 @@ def settings_of(rollout: RolloutSettings, kind: EngineKind) -> Any:
     for setting in declared(kind.settings).values():
         name = f"{section}.{setting.name}"
         value = get_value(settings, setting.name)
-        check_choice(name, value, setting.about.choices, setting.about.why)
-        check_range(setting, value, name)
+        check_value(setting, value, name)
     return settings
 
 
@@ -350,15 +349,12 @@ def _blamed(config: Config, name: str, message: str, overrides: Collection[str])
 
 
 def _check_each(config: Config, engine: EngineKind, names: Collection[str]) -> None:
-    settings = [setting for name, setting in declared(Config).items() if name in names]
-    for setting in settings:
-        value = get_value(config, setting.name)
-        check_choice(setting.name, value, setting.about.choices, setting.about.why)
+    for name, setting in declared(Config).items():
+        if name in names:
+            check_value(setting, get_value(config, name), name)
     with_engine = f" with rollout.engine={config.rollout.engine}"
     for name, allowed in engine.choices.items():
         check_choice(f"rollout.{name}", getattr(config.rollout, name), allowed, "", with_engine)
-    for setting in settings:
-        check_range(setting, get_value(config, setting.name), setting.name)
 
 
 def may_change(name: str, config: Config) -> bool:

@@ -1,7 +1,7 @@
 """Make, check, save and load a `Config`.
 
 A new setting needs nothing here: a saved config without it gets the default, which therefore must
-do what was done before. A setting that goes gets an entry in `REMOVED`, and `VERSION` is raised.
+do what was done before. Where a setting goes, `VERSION` is raised.
 """
 
 import dataclasses
@@ -15,41 +15,12 @@ from dcmdp_jax.config.checks import check_name, validate, validate_sampling
 from dcmdp_jax.config.rollout import RolloutSettings
 from dcmdp_jax.config.settings import Config, WarmupSettings, setting_names, to_dict
 from dcmdp_jax.config.values import build, nearest_name, parse_text
-from dcmdp_jax.dotted_names import flatten, replace_value
+from dcmdp_jax.dotted_names import replace_value
 from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.fields import declared
 
 VERSION = 7
 """Version of config.json, raised when a setting is removed. Runs without one have version 0."""
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Removed:
-    """A setting that older runs have.
-
-    Attributes:
-        version: First version without the setting.
-        meaningless: Values that do what is done without the setting. None: all, since it never
-            changed what is learned.
-        why: Reason, or remedy.
-        values: Removed values of a setting that stays. Empty: the setting itself was removed.
-    """
-
-    version: int
-    meaningless: tuple[Any, ...] | None
-    why: str
-    values: tuple[Any, ...] = ()
-
-    def fault(self, value: Any) -> str:
-        """What is wrong with a saved value; empty if it did what is done without it."""
-        if self.values:
-            return "which is gone" if value in self.values else ""
-        if self.meaningless is None or value in self.meaningless:
-            return ""
-        return "no setting any more"
-
-
-REMOVED: dict[str, Removed] = {}
 
 
 def from_config_dict(
@@ -163,12 +134,10 @@ OTHER_NAMES = {
 
 
 def unknown_setting(name: str) -> UserError:
-    """The error for an unknown setting: why it was removed, or the nearest name."""
+    """The error for an unknown setting, with the nearest name."""
     setting = OTHER_NAMES.get(name.rpartition(".")[2])
     if setting:
         return UserError(f"config.{name}: no such setting; did you mean {setting!r}?")
-    if name in REMOVED:
-        return UserError(f"config.{name}: no setting any more; {REMOVED[name].why}")
     sections = [field.name for field in dataclasses.fields(Config)]
     return UserError(
         f"config.{name}: no such setting; {nearest_name(name, setting_names(), sections)}"
@@ -184,13 +153,11 @@ def to_saved(config: Config) -> dict[str, Any]:
 def from_saved(saved: Mapping[str, Any]) -> Config:
     """Make a config from what this or an earlier version saved.
 
-    A setting that was not there yet has its default; a removed one is ignored if its value does
-    what is done without it. Other rules on values are not checked: an earlier version may have
-    allowed what is refused now.
+    A setting that was not there yet has its default. Rules on values are not checked: an earlier
+    version may have allowed what is refused now.
 
     Raises:
-        UserError: in one line, for a newer version, a setting that is unknown or was removed with a
-            value that had a meaning, or a value of a wrong type.
+        UserError: in one line, for a newer version, an unknown setting, or a value of a wrong type.
     """
     # A fact of the first start, saved beside the settings.
     values = {name: value for name, value in saved.items() if name != "fitted_rows"}
@@ -199,19 +166,6 @@ def from_saved(saved: Mapping[str, Any]) -> Config:
         raise UserError(
             f"config_version: got {shorten(version)}, this program knows versions up to {VERSION}"
         )
-    flat = flatten(values)
-    for name, removed in REMOVED.items():
-        if version >= removed.version or name not in flat:
-            continue
-        fault = removed.fault(flat[name])
-        if fault:
-            raise UserError(f"config.{name}: got {shorten(flat[name])}, {fault}; {removed.why}")
-        if not removed.values:
-            del flat[name]
-
-    nested: dict[str, Any] = {}
-    for name, value in flat.items():
-        replace_value(nested, name, value)
-    config = _build(nested)
+    config = _build(values)
     check_name(config.rollout.engine)
     return config

@@ -105,8 +105,9 @@ def _parse_tuple(element: Callable[[str], Any], text: str) -> tuple[Any, ...]:
     return tuple(element(word) for word in words)
 
 
-def check_range(declaration: Declared, value: Any, name: str) -> None:
-    """Refuse a number, or one of a tuple's, outside the bounds of its setting."""
+def check_value(declaration: Declared, value: Any, name: str) -> None:
+    """Refuse what is none of a setting's choices, and a number or one of a tuple's out of bounds."""
+    check_choice(name, value, declaration.about.choices, declaration.about.why)
     low, high = declaration.bounds()
     if not isinstance(value, tuple):
         value = (value,)

@@ -104,6 +104,7 @@ discrepancy/max | discrepancy | largest over sampled tokens
 discrepancy/engine_share | fraction | part of the discrepancy in tokens that the engine finds
     likelier than the trainer
 discrepancy/completions_over_tolerance | fraction | completions whose own mean exceeds the tolerance
+@algorithm/discrepancy.py:displacement_statistics
 displacement/mean | nats | mean of logit p_train - logit p_engine of the sampled token
 displacement/abs_mean | nats | mean of its absolute value, which confidence does not shrink as it
     does |p - q|

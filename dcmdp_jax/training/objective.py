@@ -58,9 +58,6 @@ def signals_of(
     weights: Array,
 ) -> Signals:
     """Compute the tokens' advantages, weights and the ratio's denominator by the settings."""
-    completion_corrections = ()
-    if remedies.centered:
-        completion_corrections = remedies.centered.whole_completions
     signals = row_signals(
         tokens,
         weights,
@@ -68,7 +65,7 @@ def signals_of(
         level=settings.level,
         penalty=remedies.penalty,
         corrections=remedies.corrections,
-        of_completions=completion_corrections,
+        of_completions=remedies.whole_completions,
         count_dropped=settings.correction_denominator == "all",
     )
     anchor = getattr(signals.tokens, _anchor(settings))
@@ -142,7 +139,7 @@ def _surrogate(inputs: LossInputs) -> tuple[Array, Statistics]:
 def _centering(inputs: LossInputs) -> Array:
     """Score centering, subtracted."""
     settings = inputs.settings
-    corrections = inputs.remedies.centered.single_tokens
+    corrections = inputs.remedies.single_tokens
     if settings.ratio_denominator == "proximal":
         corrections += (_proximal,)
     return -centering_loss(

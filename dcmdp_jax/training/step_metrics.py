@@ -200,7 +200,6 @@ def batch_metrics(
     delta = _by_mini_batch(token_values, "discrepancy")
 
     over = completions_over_tolerance(delta, where, tolerance=tolerance)
-    displacement = displacement_statistics(train, rollout, mask)
     # Share of the discrepancy in tokens that the engine finds likelier.
     engine_share = Mean(
         jnp.sum(jnp.where(mask & (rollout > train), delta, 0.0)),
@@ -217,6 +216,7 @@ def batch_metrics(
     mean_above = masked_mean(rewards - least, valid)
 
     metrics = mismatch_statistics(train, rollout, mask)
+    metrics |= displacement_statistics(train, rollout, mask)
     if settings.budget in QUANTILES:
         quantile = masked_quantile(delta, mask, QUANTILES[settings.budget])
         metrics[settings.bounded_metric] = quantile
@@ -229,11 +229,6 @@ def batch_metrics(
         "discrepancy/max": masked_max(delta, mask),
         "discrepancy/engine_share": engine_share.value(),
         "discrepancy/completions_over_tolerance": over.value(),
-        "displacement/mean": displacement["mean"],
-        "displacement/abs_mean": displacement["abs_mean"],
-        "displacement/abs_p50": displacement["abs_p50"],
-        "displacement/abs_p95": displacement["abs_p95"],
-        "displacement/abs_p99": displacement["abs_p99"],
     }
 
 

@@ -126,6 +126,7 @@ CASES = {
     "advantages.group_advantages": (advantages.group_advantages, GROUP | {"epsilon": ONE}),
     "advantages.has_signal": (advantages.has_signal, GROUP),
     "masked.group_statistics": (_part(masked.group_statistics, ddof=1), GROUP),
+    "masked.masked_values": (masked.masked_values, {"values": ROWS, "mask": MASK}),
     "masked.masked_sum": (masked.masked_sum, {"values": ROWS, "mask": MASK}),
     "masked.masked_mean": (masked.masked_mean, {"values": ROWS, "mask": MASK}),
     "masked.masked_max": (masked.masked_max, {"values": ROWS, "mask": MASK}),
@@ -147,9 +148,7 @@ CASES = {
         _part(losses.reference_kl, estimator="k3"),
         {"train_logprobs": ROWS, "ref_logprobs": ROWS, "completion_mask": MASK},
     ),
-    "losses.sequence_log_ratio": _of_completions(
-        losses.sequence_log_ratio, train_logprobs=ROWS, old_logprobs=ROWS
-    ),
+    "losses.sequence_log_ratio": _of_tokens(losses.sequence_log_ratio),
     "losses.importance_ratio": (
         losses.importance_ratio,
         {"train_logprobs": ROWS, "old_logprobs": ROWS},

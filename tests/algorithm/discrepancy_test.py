@@ -218,11 +218,11 @@ def test_displacement_statistics_by_hand():
     p, q = (1 / (1 + np.exp(-np.array(x, np.float64))) for x in ([0, 1, 2, 3], [0, 2, -1, 0]))
     found = d.displacement_statistics(np.log(p), np.log(q), np.array([True, True, True, False]))
     expected = {
-        "mean": 2 / 3,
-        "abs_mean": 4 / 3,
-        "abs_p50": 1.0,
-        "abs_p95": 1 + 0.9 * 2,
-        "abs_p99": 1 + 0.98 * 2,
+        "displacement/mean": 2 / 3,
+        "displacement/abs_mean": 4 / 3,
+        "displacement/abs_p50": 1.0,
+        "displacement/abs_p95": 1 + 0.9 * 2,
+        "displacement/abs_p99": 1 + 0.98 * 2,
     }
     assert {name: float(value) for name, value in found.items()} == pytest.approx(
         expected, abs=1e-5

@@ -1,7 +1,6 @@
 """One run, one directory: who may write there and with which config."""
 
 import dataclasses
-import functools
 import json
 import os
 import re
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from configs.base import get_config
-from dcmdp_jax.config.load import REMOVED, VERSION, Removed, from_config_dict
+from dcmdp_jax.config.load import VERSION, from_config_dict
 from dcmdp_jax.config.settings import to_dict
 from dcmdp_jax.errors import UserError
 from dcmdp_jax.run.directory import check_run_directory, claimed, read_config, record_config
@@ -238,60 +237,9 @@ def test_a_run_that_lacks_a_whole_section_has_its_defaults(run_dir):
     check_run_directory(_config(run_dir))
 
 
-def _as_older(run_dir, **changes):
-    """Change settings of a run's config, section__name=value, as version 0 would have saved
-    them.
-    """
-
-    def older(saved):
-        saved.pop("config_version", None)
-        for name, value in changes.items():
-            *sections, last = name.split("__")
-            functools.reduce(lambda values, key: values[key], sections, saved)[last] = value
-
-    _save(run_dir, older)
-
-
-_REMOVED = {
-    "algorithm.gone": Removed(version=VERSION, meaningless=(1.0,), why="the reason"),
-    "training.never_mattered": Removed(
-        version=VERSION, meaningless=None, why="it never changed what is learned"
-    ),
-    "algorithm.method": Removed(
-        version=VERSION,
-        meaningless=(),
-        why="docs/remedies.md has it as a function of yours",
-        values=("former_grpo",),
-    ),
-}
-
-
-@pytest.fixture
-def removed(monkeypatch):
-    for name, one in _REMOVED.items():
-        monkeypatch.setitem(REMOVED, name, one)
-
-
-def test_a_removed_setting_is_ignored_where_it_did_what_is_done_now(run_dir, removed):
-    _as_older(run_dir, algorithm__gone=1.0, training__never_mattered=3)
+def test_a_run_without_a_version_is_read(run_dir):
+    _save(run_dir, lambda saved: saved.pop("config_version"))
     check_run_directory(_config(run_dir))
-
-
-def test_a_removed_setting_with_a_meaning_is_named(run_dir, removed):
-    kept = (run_dir / "config.json").read_text()
-    for name, value, line in (
-        ("algorithm.gone", 0.9, "got 0.9, no setting any more; the reason"),
-        (
-            "algorithm.method",
-            "former_grpo",
-            "got 'former_grpo', which is gone; docs/remedies.md has it",
-        ),
-    ):
-        _as_older(run_dir, **{name.replace(".", "__"): value})
-        refused = re.escape(f"{run_dir}/config.json: can't be read (config.{name}: {line}")
-        with pytest.raises(ValueError, match=refused):
-            check_run_directory(_config(run_dir))
-        (run_dir / "config.json").write_text(kept)
 
 
 @pytest.mark.parametrize(
