@@ -135,4 +135,4 @@ def has_signal(
     `group_advantages`.
     """
     table = group_statistics(rewards, group_ids, valid, ddof=0)
-    return ~table.all_equal[group_ids]
+    return ~table.all_equal[jnp.asarray(group_ids, jnp.int32)]

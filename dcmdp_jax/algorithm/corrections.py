@@ -286,7 +286,7 @@ def vaco(tokens: Tokens, *, high: float = 0.05) -> Corrected:
     require_number("high", high, minimum=0, open_minimum=True)
     log_ratio = _token_log_ratio(tokens)
     mean = _gathered(tokens, completion_means, jnp.abs(jnp.expm1(log_ratio)))
-    adds_to_it = tokens.advantages * log_ratio > 0
+    adds_to_it = jnp.asarray(tokens.advantages) * log_ratio > 0
     return _kept(tokens, mean, ~(adds_to_it & (mean > high)))
 
 
@@ -299,7 +299,7 @@ def m2po(tokens: Tokens, *, high: float = 0.04) -> Corrected:
     """
     require_number("high", high, minimum=0)
     squares = _token_log_ratio(tokens) ** 2
-    mask = tokens.completion_mask
+    mask = jnp.asarray(tokens.completion_mask, bool)
     # NaN counts as 0, so that it is kept; what is outside the mask is sorted to the end.
     sortable = jnp.where(mask, jnp.where(jnp.isnan(squares), 0.0, squares), jnp.inf).ravel()
     order = jnp.argsort(sortable)
@@ -333,7 +333,7 @@ def off_policy_mask(tokens: Tokens, *, high: float = 0.5) -> Corrected:
     require_number("high", high, minimum=0, open_minimum=True)
     difference = log_difference(tokens.rollout_logprobs, tokens.train_logprobs)
     mean = _gathered(tokens, completion_means, difference)
-    return _kept(tokens, mean, ~((tokens.advantages < 0) & (mean > high)))
+    return _kept(tokens, mean, ~((jnp.asarray(tokens.advantages) < 0) & (mean > high)))
 
 
 def kl_rejection(
@@ -508,11 +508,12 @@ def _scanned(
     Returns:
         Values combined up to each token, itself included, and before it, which is 0 for the first.
     """
-    mask = tokens.completion_mask
+    mask = jnp.asarray(tokens.completion_mask, bool)
 
     # A completion begins where the completion of the latest sampled token changes.
     latest = jax.lax.cummax(jnp.where(mask, jnp.arange(values.shape[1]), 0), axis=1)
-    index = jnp.take_along_axis(tokens.completion_index, latest, axis=1)
+    completion_index = jnp.asarray(tokens.completion_index)
+    index = jnp.take_along_axis(completion_index, latest, axis=1)
     num_before = jnp.roll(jnp.cumsum(mask, axis=1), 1, axis=1).at[:, 0].set(0)
     begins = mask & ((num_before == 0) | (index != jnp.roll(index, 1, axis=1)))
 
@@ -560,6 +561,6 @@ def _corrected(
     keep: _Flags | bool = True,
     truncated: _Flags | bool = False,
 ) -> Corrected:
-    mask = tokens.completion_mask
+    mask = jnp.asarray(tokens.completion_mask, bool)
     weights = jax.lax.stop_gradient(jnp.where(mask & keep, weights, 0.0))
     return Corrected(weights, keep | ~mask, truncated & mask)

@@ -281,6 +281,7 @@ def mismatch_statistics(
         ValueError: if the shapes differ.
     """
     require_same_shape(train_logprobs=train_logprobs, rollout_logprobs=rollout_logprobs, mask=mask)
+    mask = jnp.asarray(mask, bool)
     train = stop_gradient(masked.masked_values(train_logprobs, mask))
     rollout = stop_gradient(masked.masked_values(rollout_logprobs, mask))
     log_ratio = clamped_log_ratio(train, rollout)

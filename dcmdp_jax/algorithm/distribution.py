@@ -243,7 +243,7 @@ def centering_loss(
     require_tokens(tokens)
     require_same_shape(weights=weights, completion_mask=tokens.completion_mask)
     require_head(head, tokens.completion_mask)
-    active = tokens.completion_mask & (weights != 0)
+    active = jnp.asarray(tokens.completion_mask, bool) & (weights != 0)
     sequence_ratio = None
     if ratio_level == "sequence":
         log_ratio = losses.sequence_log_ratio(tokens)

@@ -284,7 +284,7 @@ def aggregation_weights(
     kept_lengths = lengths
     if dropped_tokens is not None:
         kept_lengths = lengths - jnp.asarray(dropped_tokens, jnp.int32)
-    counted = loss_mask & (lengths > 0)
+    counted = jnp.asarray(loss_mask, bool) & (lengths > 0)
     if mode == "token_mean":
         num_tokens = jnp.sum(jnp.where(counted, kept_lengths, 0), dtype=jnp.int32)
         return counted.astype(dtype), num_tokens.astype(dtype)

@@ -44,7 +44,7 @@ def masked_values(
         ValueError: if the shapes differ.
     """
     require_same_shape(values=values, mask=mask)
-    return jnp.where(mask, jnp.asarray(values, jnp.float32), 0.0)
+    return jnp.where(jnp.asarray(mask, bool), jnp.asarray(values, jnp.float32), 0.0)
 
 
 def masked_sum(values: Shaped[Array, "*s"], mask: Shaped[Array, "*s"]) -> Mean:
@@ -355,6 +355,7 @@ def group_statistics(
     if ddof not in (0, 1):
         raise ValueError(f"ddof={ddof!r}; must be 0 or 1")
     group_ids = jnp.asarray(group_ids, jnp.int32)
+    valid = jnp.asarray(valid, bool)
     rewards = jnp.where(valid, as_float(rewards), 0.0)
 
     def over_groups(

@@ -181,7 +181,7 @@ def penalty_loss(
     require_tokens(tokens)
     require_same_shape(weights=weights, completion_mask=tokens.completion_mask)
     require_head(head, tokens.completion_mask)
-    active = tokens.completion_mask & (weights != 0)
+    active = jnp.asarray(tokens.completion_mask, bool) & (weights != 0)
     present = head.present & active[..., None]
 
     # Where the engine has fewer tokens both log-probs are 0: no penalty differs from 0 there.

@@ -306,3 +306,19 @@ def test_every_public_function_of_arrays_is_among_them():
                 and not name.startswith("_")
             ):
                 assert name in covered, f"{module.name}.{name}"
+
+
+@pytest.mark.parametrize("name", corrections.CORRECTIONS)
+def test_a_correction_takes_a_mask_of_zeros_and_ones(name):
+    call, arrays = CASES[f"corrections.{name}"]
+    generator = np.random.default_rng(3)
+    changed = {
+        argument: (array * generator.uniform(0.5, 1.5, array.shape)).astype(np.float32)
+        for argument, array in arrays.items()
+        if array.dtype == np.float32
+    }
+    mask = generator.random((R, L)) < 0.7
+    expected = _leaves(call(**arrays | changed | {"completion_mask": mask}))
+    actual = _leaves(call(**arrays | changed | {"completion_mask": mask.astype(np.int32)}))
+    for have, want in zip(actual, expected, strict=True):
+        np.testing.assert_array_equal(have, want)
