@@ -32,8 +32,8 @@ _EVALUATION_SEED_OFFSET = 1_000_003
 def _train(session: TrainingSession, step_batches: Batches) -> None:
     """Train to the last step, or until a signal comes; save on the way and at the end.
 
-    A signal ends sampling and evaluation at once: the state has been final since the last update.
-    The resumed run samples that step, or evaluates that policy, again.
+    A signal ends sampling and evaluation at once (`session.exit`): the state has been final since
+    the last update. The resumed run samples that step, or evaluates that policy, again.
     """
     config = session.config
     programs = session.programs
@@ -56,6 +56,7 @@ def _train(session: TrainingSession, step_batches: Batches) -> None:
     while step < session.last_step:
         timer = phase_timer.PhaseTimer(first=step == first_step)
         sync_metrics = step_batches.sync_weights(state.params, step, timer)
+        # The first batch also waits for the step's programs, which compile while it is sampled.
         step_batch = step_batches.make(state, step, timer)
         with timer.phase("step"), jax.transfer_guard("disallow"):
             # The step donates the state: what is compared with the new weights is kept.
@@ -67,6 +68,7 @@ def _train(session: TrainingSession, step_batches: Batches) -> None:
 
         metrics |= sync_metrics | step_batch.metrics
         metrics |= timer.metrics(step_batch.rollout.episodes, lags=config.rollout.lag > 0)
+        # What these three find is recorded here, and acted upon once the step is written.
         metrics |= completions.read(step, step_batch, discrepancy, recorded)
         metrics |= skipped.record(step, metrics)
         metrics |= alarms.record(step, metrics, discrepancy)
@@ -80,13 +82,14 @@ def _train(session: TrainingSession, step_batches: Batches) -> None:
 
 
 def _with_measured_tolerance(session: TrainingSession, state: TrainState, step: int) -> TrainState:
-    """The state, after the last step that measures c with the c that their metrics give.
+    """The state; after the last step that measures c, with c set from the metrics of those steps.
 
-    They are in the run directory by then.
+    The run directory has all of them by then.
     """
     config = session.config
     if step != config.algorithm.measured_steps:
         return state
+    # Process 0 has the metrics; the largest of its c and -1 is the same on all.
     measured = -1.0
     if session.hosts.is_writer:
         measured = measure_tolerance(config.algorithm, read_metrics(config.run_dir))
@@ -107,7 +110,7 @@ def _evaluate(session: TrainingSession, step_batches: Batches) -> None:
     step_batches.sync_weights(session.state.params, step, phase_timer.PhaseTimer())
     results = []
     samples = []
-    name = ""
+    names = []
     metrics = {}
     for held_out_task, prompts in task.held_out:
         share = session.hosts.share(len(prompts.problems))
@@ -126,12 +129,12 @@ def _evaluate(session: TrainingSession, step_batches: Batches) -> None:
 
         results.append(result)
         location = f"{held_out_task.location} ({digest_of(prompts)})"
-        name += f"{result.task}/avg@{result.samples} {location} "
+        names.append(f"{result.task}/avg@{result.samples} {location}")
         metrics |= held_out.held_out_metrics(result)
         samples += held_out.held_out_samples(result, prompts, task.tokenizer)
 
-    name += f"temperature={config.evaluation.temperature:g}"
-    score = checkpoint.PolicyScore(name, table.plain_average(results))
+    names.append(f"temperature={config.evaluation.temperature:g}")
+    score = checkpoint.PolicyScore(" ".join(names), table.plain_average(results))
     session.checkpoints.add_score(step, score)
     session.writer.write_held_out(step, samples)
     session.writer.write(step, metrics)

@@ -4,9 +4,9 @@
 
 S is the surrogate summed over the tokens that corrections keep and W their weight; K is the sum of
 the divergence over all tokens and V their weight; B is the load-balancing loss of the mini-batch.
-Micro-batches add one sum that is divided by W at the end, so K / V and B enter it times W. W is
-therefore known before the pass that takes the gradient: the terms weigh the same however many
-tokens a correction drops.
+Micro-batches add one sum that is divided by W at the end, so K / V and B enter it times W. With
+them W is therefore known before the pass that takes the gradient: the terms weigh the same however
+many tokens a correction drops.
 
 To add a term, write its function and name it in `TERMS`.
 """
@@ -45,6 +45,8 @@ KL = "policy/kl"
 ROUTER = "policy/router_loss"
 """Metrics: S / W, K / V and B, means of the updates that were made."""
 
+Metrics = dict[str, Array]
+
 
 def measure_of(settings: AlgorithmSettings) -> dict[str, Any]:
     """Return the keyword arguments of `token_discrepancy`."""
@@ -68,12 +70,12 @@ def signals_of(
         of_completions=remedies.whole_completions,
         count_dropped=settings.correction_denominator == "all",
     )
-    anchor = getattr(signals.tokens, _anchor(settings))
+    anchor = getattr(signals.tokens, _anchor_field(settings))
     return signals._replace(tokens=signals.tokens._replace(anchor_logprobs=anchor))
 
 
-def _anchor(settings: AlgorithmSettings) -> str:
-    """Field of the log-probs in the ratio's denominator."""
+def _anchor_field(settings: AlgorithmSettings) -> str:
+    """Field of the log-probs in the ratio's denominator; the engine's for "rollout", "bypass"."""
     fields = {"train": "old_logprobs", "proximal": "start_logprobs"}
     return fields.get(settings.ratio_denominator, "rollout_logprobs")
 
@@ -137,7 +139,7 @@ def _surrogate(inputs: LossInputs) -> tuple[Array, Statistics]:
 
 
 def _centering(inputs: LossInputs) -> Array:
-    """Score centering, subtracted."""
+    """Score centering of the engine's top-k tokens, subtracted: see `centering_loss`."""
     settings = inputs.settings
     corrections = inputs.remedies.single_tokens
     if settings.ratio_denominator == "proximal":
@@ -148,13 +150,13 @@ def _centering(inputs: LossInputs) -> Array:
         inputs.head,
         loss=inputs.remedies.loss,
         ratio_level=settings.ratio_level,
-        anchor=_anchor(settings),
+        anchor=_anchor_field(settings),
         corrections=corrections,
     )
 
 
 def _state_penalty(inputs: LossInputs) -> Array:
-    """The penalty of a state's discrepancy."""
+    """The penalty of the top-k tokens' discrepancy in each state, see `penalty_loss`."""
     return penalty_loss(inputs.tokens, inputs.weights, inputs.head, inputs.settings.state_penalty)
 
 
@@ -180,10 +182,10 @@ def _router_probability(inputs: LossInputs) -> Array:
 
 
 def _balance(probability: Array, constants: TermConstants) -> Array:
-    """B, whose other factor is that of the whole mini-batch.
+    """B, a product of two means over the mini-batch.
 
-    It is a product of two means over the mini-batch (Qiu et al. 2025, arXiv:2501.11873: over a
-    micro-batch it would balance single texts), of which one is a constant.
+    One is a constant, from `mini_batch_sums`; the other, of `probability`, has the gradient. Over a
+    micro-batch B would balance single texts (Qiu et al. 2025, arXiv:2501.11873).
     """
     sums = constants.mini_batch_sums[ROUTER]
     return load_balancing_loss(sums | {"router_probability": probability})
@@ -199,13 +201,13 @@ class Term:
     """A term of the loss.
 
     Attributes:
-        metric: name of its mean, recorded where the loss has several; the terms of `SURROGATE` are
-            one sum, S.
+        metric: name of its mean, recorded where the loss has several. Each term has its own, except
+            those of `SURROGATE`, which are one sum, S.
         total: its sum over a micro-batch, or (sum, statistics).
         coefficient: its factor in the loss, by the settings; 0: not in it.
-        mean: of other terms than `SURROGATE`: (sum, constants) -> the term.
-        mini_batch_sum: of a micro-batch, what `mean` needs to have summed over the mini-batch: in
-            `TermConstants`, by a pass before that of the gradient. None: `mean` needs nothing.
+        mean: of other terms than `SURROGATE`: (sum, constants) -> the term, linear in the sum.
+        mini_batch_sum: what to sum over the mini-batch in a pass before that of the gradient;
+            `mean` gets it as `constants.mini_batch_sums[metric]`. None: nothing.
     """
 
     metric: str
@@ -340,9 +342,9 @@ def penalized_rewards(
 
         r_i - lambda mean_t delta_{i,t},    or as `method` has it for an advantage,
 
-    so that a completion is compared with the others of its prompt in both. The group's deviation is
-    that of the penalized rewards: in a group of equal rewards the discrepancy alone decides, and
-    lambda, above 0, cancels.
+    so that a completion is compared with the others of its prompt in reward and in discrepancy. The
+    group's deviation is that of the penalized rewards: in a group of equal rewards only the
+    discrepancy decides, and any lambda above 0 cancels.
 
     Args:
         settings: level, measure, sided.
@@ -384,13 +386,13 @@ def _penalized(
         )
         discrepancy.append(delta)
 
-    def one_row(values: Iterable[Array]) -> Array:
+    def as_one_row(values: Iterable[Array]) -> Array:
         return jnp.concatenate([x.reshape(-1) for x in values])[None]
 
-    mask = one_row(bucket.completion_mask for bucket in rows)
-    index = one_row(bucket.completion_index for bucket in rows)
+    mask = as_one_row(bucket.completion_mask for bucket in rows)
+    index = as_one_row(bucket.completion_index for bucket in rows)
     completions = len(rewards)
-    means = completion_means(one_row(discrepancy), CompletionIndex(mask, index, completions))
+    means = completion_means(as_one_row(discrepancy), CompletionIndex(mask, index, completions))
 
     # Each completion is one token of the penalty.
     tokens = Tokens(
@@ -402,7 +404,8 @@ def _penalized(
         multiplier=dual.multiplier,
         tolerance=dual.tolerance,
     )
-    return split(penalty(tokens))[0][0]
+    penalized, _ = split(penalty(tokens))
+    return penalized[0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -424,10 +427,10 @@ def distillation(teacher: str, weight: float) -> tuple[TokenReward, ...]:
     """The token reward of a run whose reward `teacher:MODEL` has this weight; none without one.
 
     The mean of log pi_old - log pi_T over what the policy samples is the reverse KL, KL(pi_old ||
-    pi_T), and the policy gradient of its second term the gradient of it: each token answers for
-    itself alone, a discount of 0 (Lu et al. 2025, Thinking Machines, "On-Policy Distillation";
-    slime's `opd_kl_coef` and NeMo-RL's `adv_estimator=opd` alike). pi_old is the training stack's,
-    so that the engine's mismatch is not in it.
+    pi_T). The policy gradient of this reward is its gradient, where each token answers only for
+    itself, a discount of 0 (Lu et al. 2025, Thinking Machines, "On-Policy Distillation"; slime's
+    `opd_kl_coef` and NeMo-RL's `adv_estimator=opd` alike). pi_old is the training stack's, so that
+    the engine's mismatch is not in it.
     """
     if not teacher:
         return ()
@@ -476,6 +479,3 @@ def loss_mask(settings: AlgorithmSettings, batch: Batch) -> Array:
     if not settings.drop_equal_groups:
         return batch.loss_mask
     return batch.loss_mask & has_signal(batch.rewards, batch.group_ids, batch.valid)
-
-
-Metrics = dict[str, Array]

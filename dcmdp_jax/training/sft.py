@@ -37,9 +37,7 @@ _STEP_METRICS = (
     "moe/router_entropy",
     "moe/balance_loss",
 )
-"""Metrics of the step that say something without engine and rewards; the last ones where it has
-them.
-"""
+"""Metrics of the step that say something without engine and rewards; `moe/` with experts."""
 
 
 def train(run: Run, *, show: Callable[[str], None]) -> None:
@@ -59,6 +57,7 @@ def train(run: Run, *, show: Callable[[str], None]) -> None:
     task = run.task
     programs = make_step_programs(task.config, task.model, run.placement, task.lora)
     setup = programs.setup
+    # For the held-out loss.
     old_logprobs = rescore.make_old_logprobs(setup.row_logprobs, mesh=setup.mesh)
     programs = dataclasses.replace(programs, old_logprobs=old_logprobs)
     with (
@@ -107,7 +106,7 @@ def _learn(session: TrainingSession) -> None:
 
 
 def _evaluate(session: TrainingSession, conversations: "Conversations") -> None:
-    """Save minus the mean loss of the held-out conversations with the policy's checkpoint."""
+    """Record the losses of the held-out conversations; minus their mean is the policy's score."""
     session.wait_until_compiled()
     params = session.programs.setup.policy(session.state.params, session.frozen)
     losses = {}
@@ -148,13 +147,13 @@ class Conversations:
         """The next conversations of the stream, and their batch; `step` counts from 0."""
         count = self._count
         places = self.task.stream.at(seed=self.training.seed, first=step * count, count=count)
-        return self._pack(self.task.train, places, step)
+        return self._pack(self.task.train, places, step=step)
 
     def mean_loss(
         self,
         old_logprobs: Callable[[Params, Batch], Batch],
         params: Params,
-        conversations: EncodedPrompts,
+        held_out: EncodedPrompts,
         before_each: Callable[[], None],
     ) -> float:
         """The mean negative log-likelihood of all targets, in nats.
@@ -162,23 +161,23 @@ class Conversations:
         Args:
             old_logprobs: result of `make_old_logprobs`.
             params: of the training stack's forward pass.
-            conversations: with their targets.
+            held_out: conversations with their targets.
             before_each: called before each batch; may raise to stop.
         """
         total = 0.0
-        everything = np.arange(len(conversations.token_ids))
+        everything = np.arange(len(held_out.token_ids))
         for first in range(0, len(everything), self._count):
             before_each()
             places = everything[first : first + self._count]
-            _, packed = self._pack(conversations, places, 0)
+            _, packed = self._pack(held_out, places, step=0)
             for rows in old_logprobs(params, packed.on_devices).rows:
                 total -= float(jnp.sum(rows.columns[rescore.OLD_LOGPROBS]))
-        return total / sum(int(targets.sum()) for targets in conversations.targets)
+        return total / sum(int(targets.sum()) for targets in held_out.targets)
 
     def _pack(
-        self, conversations: EncodedPrompts, places: np.ndarray, step: int
+        self, conversations: EncodedPrompts, places: np.ndarray, *, step: int
     ) -> tuple[list[episode.Episode], PackedBatch]:
-        """Pack the conversations at these places; what is missing to a whole step is dropped."""
+        """Pack the conversations at these places, repeated up to a step; repeats are dropped."""
         episodes = []
         for group, place in enumerate(np.resize(places, self._count)):
             targets = conversations.targets[place]

@@ -155,8 +155,8 @@ class _Sums(NamedTuple):
         dropped_tokens: [N] int32, tokens of each completion that a correction leaves out of the
             loss.
         router: `moe.router_sums`.
-        gradient, loss: with every term, times the loss scale; divide by the weight of the tokens in
-            the loss and by it. None until the gradient is taken.
+        gradient, loss: with every term, times the loss scale; to be divided by `_divisor`. None
+            until the gradient is taken.
     """
 
     totals: dict[str, Array]
@@ -172,7 +172,7 @@ StepResult = tuple[TrainState, Metrics, RecordedTokens]
 def make_train_step(
     setup: StepSetup, shardings: TrainState | None = None
 ) -> Callable[[TrainState, Batch, Params | None], StepResult]:
-    """Compile one training step; the state is donated.
+    """The jitted training step; the state is donated.
 
     An update whose gradient norm, loss or advantages are not finite leaves parameters and optimizer
     as they were and is counted in `optimizer/skipped_updates` and `TrainState.skipped_in_row`. The
@@ -242,21 +242,28 @@ def _train_step(
 
 
 def _recompute(setup: StepSetup, params: Params, batch: Batch) -> Batch:
-    """p^Train of all mini-batches whose own update can't give it: all but the first.
+    """p^Train of the mini-batches whose own update can't give it, by a pass before the updates.
 
-    The first update starts at `params`. No column if that leaves none: with a single mini-batch the
-    method costs one pass, as much as GRPO. A penalty inside the reward needs all, unless the rows
-    have p^Train of the weights that sampled them. With ratio_denominator="bypass" they are not
-    needed, except for lagged rows, where they measure staleness, and for rewards of tokens, which
-    compare with the policy that sampled.
+    The first mini-batch: its update starts at `params`, so its own forward pass gives p^Train. A
+    pass is needed with `always_recompute`, and for a penalty inside the reward, unless the rows
+    have p^Train of the weights that sampled them.
+
+    The others: always, but with ratio_denominator="bypass" only for lagged rows, whose staleness is
+    measured, and for rewards of tokens, which compare with the policy that sampled.
+
+    So with a single mini-batch the method costs no further pass, as GRPO.
     """
     settings = setup.settings
     lagging = lags(batch.rows[0])
+    first_needs_pass = setup.always_recompute or settings.level == "reward" and not lagging
+    others_need_pass = (
+        settings.ratio_denominator != "bypass" or lagging or bool(setup.token_rewards)
+    )
     micro_batches = batch.micro_batches
-    if not setup.always_recompute and (settings.level != "reward" or lagging):
-        bypass = settings.ratio_denominator == "bypass"
-        if len(batch.rewards) == 1 or bypass and not (lagging or setup.token_rewards):
+    if not first_needs_pass:
+        if len(batch.rewards) == 1 or not others_need_pass:
             return batch
+        # No micro-batch of the first.
         micro_batches = jnp.asarray(micro_batches).at[0].set(0)
 
     rescored_batch = with_logprobs(
@@ -301,6 +308,7 @@ def _update(
     values = {"policy/loss": Mean(sums.loss, divisor).value(), "optimizer/grad_norm": grad_norm}
     if constants.terms is not None:
         values |= objective.term_metrics(setup.terms, sums.totals, constants.terms)
+    # Over a step these are means of the updates that were made.
     statistics |= {name: masked_sum(value, updated) for name, value in values.items()}
     statistics["optimizer/skipped_updates"] = Sum((~updated).astype(jnp.int32))
     updates = Updates(statistics, sums.router, tokens=tokens, advantages=constants.advantages)
@@ -368,7 +376,7 @@ def _term_constants(
     """The constants of the further terms of the loss; None where the loss is the surrogate alone.
 
     A pass of its own sums what the terms need of the whole mini-batch, and counts what corrections
-    drop: with that known, micro-batches and devices only add.
+    drop: with that known, the loss is linear in the sums of micro-batches and devices.
     """
     if all(term.metric == objective.SURROGATE for term in setup.terms):
         return None
@@ -478,6 +486,7 @@ def _forward(
     return objective.LossInputs(
         settings=setup.settings,
         remedies=setup.remedies,
+        # The signals are constants: the gradient flows through these.
         tokens=signals.tokens._replace(train_logprobs=outputs.logprobs),
         weights=objective.loss_weights(setup.settings, signals),
         signals=signals,

@@ -34,11 +34,11 @@ class StepPrograms:
         create: (parameters, dual state) -> a fresh state.
         arguments: state, batch and frozen parameters of the step: shapes, dtypes and shardings.
         shardings: shardings of the state.
-        train_step: see `make_train_step`; compiled at its first call.
+        train_step: see `make_train_step`; compiled by `compile_ahead`, else at its first call.
         rescore: with rollout.precision=exact, puts the training stack's log-probs in place of the
             sampler's; else None.
-        old_logprobs: adds the log-probs under the weights that sampled, with rollout.lag; those of
-            any weights in `dcmdp sft`; else None.
+        old_logprobs: adds the log-probs under the weights that sampled, with rollout.lag; in
+            `dcmdp sft` under any weights, for the held-out loss; else None.
         setup: what the step is made of.
         watched, arrival: programs of `arrival`, (trained parameters) and (watched, trained
             parameters) -> metrics; of adapters nothing is watched, `merged` measures them.
@@ -66,12 +66,12 @@ class StepPrograms:
             hosts: the processes that run them.
 
         Returns:
-            Collective: a function that waits, once, until all processes have compiled them. One
-            that had not would compile them in its main thread, and wait there for the others, see
-            `SeveralHosts.starting_programs_together`.
+            Collective: a function that waits, once, until all processes have compiled them. A
+            process that had not would compile them in its main thread, and wait there for the
+            others, see `SeveralHosts.starting_programs_together`.
         """
         state, batch, frozen = self.arguments
-        # Of the batches before `old_logprobs` adds its columns.
+        # The batch as it is before `old_logprobs` adds its columns.
         added = OLD_LOGPROBS, episode.OLD_TOP_LOGPROBS
         buckets = []
         for rows in batch.rows:

@@ -41,10 +41,10 @@ class TrainingSession:
         frozen: the base of the adapters, or the reference policy; None without.
         wait_until_compiled: collective, waits for the programs that are being compiled.
         beginning: the state that it begins with.
-        older_params: number of finished steps -> the older parameters, by version, that sampled
-            what is in flight.
+        older_params: called with the number of finished steps, gives the older parameters that
+            sampled what is in flight, by version.
         state: after the last finished step.
-        step: number of the last finished step.
+        step: how many steps are finished.
         prompts_taken: position in the stream of prompts where the next step begins.
         last_step: number of the step after which the run ends.
     """
@@ -71,9 +71,9 @@ class TrainingSession:
         self.exit = CollectiveExit(self.hosts, self.stop, functools.partial(self.save, wait=True))
 
     def _nothing_to_lose(self) -> bool:
-        """Whether this process may leave at once: no step is done but the first, which is on disk.
+        """Whether this process may leave at once: the state that it began with is on disk.
 
-        Until the first step is done programs compile; later on the step that runs would be lost.
+        Until its first step is done programs compile; later on the step that runs would be lost.
         """
         if self.hosts.count > 1 or self.step > self._first_step:
             return False
@@ -136,6 +136,7 @@ class TrainingSession:
         if not self.beginning.resumed:
             self.save()
         if self._evaluation_is_due():
+            # Only process 0 has the record.
             in_record = all(
                 has_record(self.config.run_dir, self.step, f"eval/{task.name}/")
                 for task, _ in self.run.task.held_out
@@ -235,7 +236,7 @@ def open_session(
         if weights.has_frozen:
             with activity("loading the initial policy"):
                 frozen = weights.frozen()
-                # The checkpoint of `step` knows its digests: another policy is refused.
+                # The checkpoint of `step` has this policy's digests: another one is refused.
                 checkpoints.check_reference(frozen, step, weights.frozen_path)
         yield TrainingSession(
             run=run,
