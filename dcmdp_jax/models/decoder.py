@@ -645,9 +645,11 @@ def hidden_states(
     config: ModelConfig,
     inputs: DecoderInputs,
     compute: Compute,
+    *,
+    scheme: Scheme = FULL,
 ) -> Float[Array, "R L D"]:
     """`hidden_states_and_aux` on one device, without what the layers report."""
-    return hidden_states_and_aux(params, config, inputs, compute)[0]
+    return hidden_states_and_aux(params, config, inputs, compute, scheme=scheme)[0]
 
 
 def output_kernel(params: Params) -> Array:
