@@ -25,6 +25,7 @@ from flax import nnx
 from benchmarks.arguments import at_least_one
 from benchmarks.timing import interleave, machine, median_and_spread, ratio
 from dcmdp_jax.models.config import ModelConfig
+from dcmdp_jax.models.declare import Scope
 from dcmdp_jax.models.layers import MLP
 from dcmdp_jax.models.moe import MoE
 from dcmdp_jax.models.ops import REFERENCE, Ops, choose_ops
@@ -69,7 +70,7 @@ def layer(experts: int, ops: Ops, sizes: Sizes) -> tuple[Layer, nnx.State]:
     family = "qwen3_moe" if experts else "qwen3"
     dense = sizes.per_token * sizes.width
     config = ModelConfig(family, 8, sizes.embed, dense, 1, 8, 8, 64, **(shape if experts else {}))
-    graph, state = nnx.split((MoE if experts else MLP)(config, hf_name="mlp"))
+    graph, state = nnx.split((MoE if experts else MLP)(Scope(config, "mlp")))
     leaves, tree = jax.tree.flatten(state)
     keys = jax.random.split(jax.random.key(0), len(leaves))
     random = [

@@ -25,8 +25,8 @@ def percent(fraction: float) -> str:
     """Format a fraction as 12.5%."""
     if math.isnan(fraction):
         return "-"
-    # + 0.0 turns -0.0 into 0.0.
-    return f"{round(100 * fraction, 1) + 0.0:.1f}%"
+    # NumPy rounds otherwise than Python. + 0.0 turns -0.0 into 0.0.
+    return f"{round(100 * float(fraction), 1) + 0.0:.1f}%"
 
 
 def duration(seconds: float) -> str:

@@ -225,7 +225,6 @@ def against_transformers(model: Path, task: str, directory: Path) -> dict[str, A
         parse_spec("trainer"), run, directory=directory / "trainer", max_total_tokens=total
     )
     scorer = engines.HuggingFace.__new__(engines.HuggingFace)
-    scorer._torch = torch
     scorer._model = other
     ours, theirs = (
         np.concatenate(each.score(*asked, temperature=1.0)) for each in (trainer, scorer)

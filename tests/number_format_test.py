@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from dcmdp_jax.number_format import duration, labelled, number, percent
@@ -26,6 +27,8 @@ def test_number(value, form, text):
 
 def test_percent():
     assert (percent(0.125), percent(math.nan)) == ("12.5%", "-")
+    # NumPy's own `round` gives 0.6.
+    assert percent(np.float64(0.0065)) == percent(0.0065) == "0.7%"
 
 
 @pytest.mark.parametrize(

@@ -223,7 +223,7 @@ def _advantage(cells: dict[str, Any]) -> float | None:
     if not values:
         return None
     nonzero = [value for value in values if value]
-    return np.mean(nonzero or values)
+    return float(np.mean(nonzero or values))
 
 
 def _text(value: Any) -> str:
@@ -237,4 +237,4 @@ def _number(value: Any) -> float | None:
         value = value[0]
     if not isinstance(value, int | float | np.number):
         return None
-    return value
+    return float(value)

@@ -26,6 +26,7 @@ def pass_at_every_k(correct: np.ndarray, samples: int) -> np.ndarray:
     Raises:
         ValueError: if a count is outside 0 to n.
     """
+    correct = np.asarray(correct)
     impossible = (correct < 0) | (correct > samples)
     if samples < 1 or np.any(impossible):
         raise ValueError(
@@ -53,6 +54,7 @@ def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
     Returns:
         Lower and upper end; NaN with one problem.
     """
+    values = np.asarray(values, np.float64)
     problems = len(values)
     if problems < 2:
         return float("nan"), float("nan")
@@ -63,7 +65,7 @@ def bootstrap_interval(values: np.ndarray, *, seed: int) -> tuple[float, float]:
         means.append(values[resample].mean())
     lower = np.quantile(means, (1 - _LEVEL) / 2)
     upper = np.quantile(means, (1 + _LEVEL) / 2)
-    return lower, upper
+    return float(lower), float(upper)
 
 
 def t_quantile(count: int, level: float = _LEVEL) -> float:

@@ -186,7 +186,7 @@ def broken_completions(discrepancy: np.ndarray) -> float:
 def _last(series: Series, name: str, count: int = WINDOW) -> np.ndarray:
     """The last `count` values; all NaN, so that no rule holds, if fewer or one is not finite."""
     _, values = series.get(name, _NOTHING)
-    values = values[-count:]
+    values = np.asarray(values[-count:], np.float64)
     if len(values) < count or not np.isfinite(values).all():
         return np.full(count, np.nan)
     return values
@@ -194,7 +194,7 @@ def _last(series: Series, name: str, count: int = WINDOW) -> np.ndarray:
 
 def finite_points(series: Series, name: str) -> tuple[np.ndarray, np.ndarray]:
     """Steps and values of a metric, where they are finite; none if it was not recorded."""
-    steps, values = series.get(name, _NOTHING)
+    steps, values = map(np.asarray, series.get(name, _NOTHING))
     is_finite = np.isfinite(values)
     return steps[is_finite], values[is_finite]
 
@@ -252,7 +252,7 @@ def _mixed_lag(series: Series, count: int = WINDOW) -> float:
 
 def _discrepancies(series: Series) -> np.ndarray:
     """The mean discrepancy of every step; empty if one is not finite, or mixes staleness in."""
-    _, values = series.get("discrepancy/mean", _NOTHING)
+    values = np.asarray(series.get("discrepancy/mean", _NOTHING)[1], np.float64)
     if _mixed_lag(series) or not np.isfinite(values).all():
         return np.zeros(0)
     return values
@@ -398,7 +398,7 @@ def _weight_sync(series: Series) -> Iterator[str]:
     usual, last, start = jump
 
     # A reward that fell first says that the policy, not the weight sync, made the discrepancy.
-    _, rewards = series.get("reward/mean", _NOTHING)
+    rewards = np.asarray(series.get("reward/mean", _NOTHING)[1], np.float64)
     if len(rewards) == len(series["discrepancy/mean"][1]) and start >= _LATEST_STEPS:
         usual_reward = np.median(rewards[:-WINDOW])
         lowest = usual_reward - _REWARD_FALL * abs(usual_reward)

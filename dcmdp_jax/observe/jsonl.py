@@ -159,10 +159,9 @@ def _lines(
                 record = json.loads(line)
             except (ValueError, RecursionError):
                 record = None
-            if (
-                not isinstance(record, dict)
-                or numbers_only
-                and not all(map(is_number, record.values()))
-            ):
+            is_readable = isinstance(record, dict)
+            if is_readable and numbers_only:
+                is_readable = all(map(is_number, record.values()))
+            if not is_readable:
                 record = None
             yield number, line.endswith(b"\n"), line, record

@@ -124,7 +124,7 @@ class MetricsWriter:
     Args:
         run_dir: made if absent.
         projects: "wandb" or "trackio" -> project to mirror scalars and samples to (`Tracker`); ""
-            for none. `trackers.require_tracker` has checked them.
+            for none.
         resume_step: the last finished step of the checkpoint the run continues from. None starts a
             new run; lines of an earlier attempt without a checkpoint are moved to
             `metrics.jsonl.previous`.
@@ -134,7 +134,8 @@ class MetricsWriter:
         listener: called with (step, host values) as each line is written, for a live display.
 
     Raises:
-        UserError: if the run directory can't be written, or a tracker does not start.
+        UserError: if the run directory can't be written, or a tracker is not installed or does not
+            start.
     """
 
     def __init__(
@@ -148,6 +149,9 @@ class MetricsWriter:
         devices: int | None = None,
         started: datetime | None = None,
     ) -> None:
+        projects = {kind: project for kind, project in projects.items() if project}
+        for kind, project in projects.items():
+            trackers.require_tracker(kind, project)
         self._listener = listener
         self._step = 0
         self._closed = False
@@ -166,9 +170,7 @@ class MetricsWriter:
             ) from error
         record_start(run_dir, resume_step or 0, devices or jax.device_count(), started)
         self._trackers = [
-            trackers.Tracker(kind, project, run_dir)
-            for kind, project in projects.items()
-            if project
+            trackers.Tracker(kind, project, run_dir) for kind, project in projects.items()
         ]
 
         # It imports torch wherever torch is installed: five seconds before every error message.

@@ -100,7 +100,7 @@ def _draw(title: str, panels: Callable[[Runs], Iterable[Panel]], runs: Runs) -> 
     last_step = 0
     for series in runs.values():
         for steps, _ in series.values():
-            last_step = max(last_step, steps[-1])
+            last_step = max(last_step, steps.max(initial=0))
     for axes, panel in zip(all_axes, recorded_panels, strict=False):
         if panel.draw is not None:
             panel.draw(axes, runs)
@@ -122,14 +122,14 @@ def _draw_curves(axes: Axes, panel: Panel, runs: Runs) -> None:
             if name not in series:
                 continue
             # A color is a run, and a line style a metric; of a single run a color is a metric.
-            color = name_index
-            style = 0
-            text = short(name) if several else panel.label or label
             if len(runs) > 1:
-                color = run_index
-                style = name_index
                 text = f"{label}: {short(name)}" if several else label
-            style += color // len(COLORS)
+                color = run_index
+                style = color // len(COLORS) + name_index
+            else:
+                text = short(name) if several else panel.label or label
+                color = name_index
+                style = color // len(COLORS)
             curve = functools.partial(
                 axes.plot, color=_color(color), linestyle=_LINE_STYLES[style % len(_LINE_STYLES)]
             )
@@ -208,9 +208,9 @@ def _draw_interval(axes: Axes, runs: Runs, *, name: str) -> None:
     """Shade each run's 95% interval of `eval/TASK/avg@K` in the color of its curve."""
     task = name.removeprefix("eval/").partition("/avg@")[0]
     for index, series in enumerate(runs.values()):
-        if f"eval_interval/{task}/low" in series:
-            steps, low = series[f"eval_interval/{task}/low"]
-            _, high = series[f"eval_interval/{task}/high"]
+        bounds = [series.get(f"eval_interval/{task}/{bound}") for bound in ("low", "high")]
+        if None not in bounds:
+            (steps, low), (_, high) = bounds
             axes.fill_between(steps, low, high, color=_color(index), alpha=0.15, linewidth=0)
 
 

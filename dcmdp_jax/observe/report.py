@@ -381,7 +381,7 @@ def _replica_facts(run: RecordedRun) -> Iterator[Fact]:
 
 
 def _setting_facts(config: Mapping[str, Any]) -> Iterator[Fact]:
-    if "rollout.engine" in config and not _supervised(config):
+    if config.get("rollout.engine") and not _supervised(config):
         formats = []
         for name in _ENGINE_FORMATS:
             value = config.get(f"rollout.{name}")
@@ -389,7 +389,7 @@ def _setting_facts(config: Mapping[str, Any]) -> Iterator[Fact]:
                 formats.append(f"{name} {value}")
         yield Fact("Engine", config["rollout.engine"], details=", ".join(formats))
     if config.get("task.train"):
-        yield Fact("Training data", config["task.train"])
+        yield Fact("Training data", str(config["task.train"]))
     if config:
         yield Fact("Started from", config.get("model.path") or "a fresh model")
 

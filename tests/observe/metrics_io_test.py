@@ -21,7 +21,7 @@ import pytest
 from tensorboardX.proto import event_pb2
 
 from dcmdp_jax.errors import UserError
-from dcmdp_jax.observe import metrics_io, trackers
+from dcmdp_jax.observe import metrics_io
 from dcmdp_jax.observe.metrics_io import MetricsWriter, has_record, read_metrics
 from dcmdp_jax.training.giving_up import AlarmWatch, SkippedUpdates
 from tests.support.our_log import our_log
@@ -291,12 +291,13 @@ def test_a_directory_that_cannot_be_written_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("kind", ["wandb", "trackio"])
-def test_a_tracker_not_installed_is_one_line(monkeypatch, kind):
+def test_a_tracker_not_installed_is_one_line_and_touches_nothing(tmp_path, monkeypatch, kind):
     monkeypatch.setitem(sys.modules, kind, None)
     with pytest.raises(
         ValueError, match=rf"{kind}_project is 'p' .* pip install 'PATH_OF_A_CHECKOUT\[{kind}\]'$"
     ):
-        trackers.require_tracker(kind, "p")
+        MetricsWriter(tmp_path / "run", projects={kind: "p"})
+    assert not (tmp_path / "run").exists()
 
 
 _SAMPLES = [
