@@ -444,7 +444,7 @@ def statistics(
         completion_mask=completion_mask,
     )
     kept_weights = masked_values(corrected.weights, corrected.keep)
-    truncated = corrected.truncated & corrected.keep
+    truncated = jnp.asarray(corrected.truncated) & corrected.keep
     return {
         "correction/dropped_fraction": masked_sum(~corrected.keep, completion_mask),
         "correction/truncated_fraction": masked_sum(truncated, completion_mask),
@@ -510,19 +510,22 @@ def _scanned(
     """
     mask = jnp.asarray(tokens.completion_mask, bool)
 
+    last_axis = values.ndim - 1
     # A completion begins where the completion of the latest sampled token changes.
-    latest = jax.lax.cummax(jnp.where(mask, jnp.arange(values.shape[1]), 0), axis=1)
+    latest = jax.lax.cummax(jnp.where(mask, jnp.arange(values.shape[-1]), 0), axis=last_axis)
     completion_index = jnp.asarray(tokens.completion_index)
-    index = jnp.take_along_axis(completion_index, latest, axis=1)
-    num_before = jnp.roll(jnp.cumsum(mask, axis=1), 1, axis=1).at[:, 0].set(0)
-    begins = mask & ((num_before == 0) | (index != jnp.roll(index, 1, axis=1)))
+    index = jnp.take_along_axis(completion_index, latest, axis=-1)
+    num_before = jnp.roll(jnp.cumsum(mask, axis=-1), 1, axis=-1).at[..., 0].set(0)
+    begins = mask & ((num_before == 0) | (index != jnp.roll(index, 1, axis=-1)))
 
     def join(a: Any, b: Any) -> Any:
         """Join pairs of (whether a completion begins, value): what begins in b forgets a."""
         return a[0] | b[0], jnp.where(b[0], b[1], combine(a[1], b[1]))
 
-    _, scanned = jax.lax.associative_scan(join, (begins, jnp.where(mask, values, empty)), axis=1)
-    return scanned, jnp.where(begins, 0.0, jnp.roll(scanned, 1, axis=1))
+    _, scanned = jax.lax.associative_scan(
+        join, (begins, jnp.where(mask, values, empty)), axis=last_axis
+    )
+    return scanned, jnp.where(begins, 0.0, jnp.roll(scanned, 1, axis=-1))
 
 
 def _inside(values: _Values, low: float, high: float) -> _Flags:

@@ -153,7 +153,7 @@ def penalty_length(
     one token, 0 outside `mask`. By the same norm the gradient of log p_y has the length 1 - p_y.
     """
     require_head(head, mask)
-    present = head.present & mask[..., None]
+    present = head.present & jnp.asarray(mask, bool)[..., None]
     log_p = with_tail(head.train_logprobs, present)
     log_q = with_tail(head.rollout_logprobs, present)
     slopes = jax.grad(lambda x: jnp.sum(STATE_PENALTIES[penalty](x, log_q)))(log_p)

@@ -15,7 +15,7 @@ from dcmdp_jax.config.checks import check_name, validate, validate_sampling
 from dcmdp_jax.config.rollout import RolloutSettings
 from dcmdp_jax.config.settings import Config, WarmupSettings, setting_names, to_dict
 from dcmdp_jax.config.values import build, nearest_name, parse_text
-from dcmdp_jax.dotted_names import replace_value
+from dcmdp_jax.dotted_names import flatten, replace_value
 from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.fields import declared
 
@@ -166,6 +166,9 @@ def from_saved(saved: Mapping[str, Any]) -> Config:
         raise UserError(
             f"config_version: got {shorten(version)}, this program knows versions up to {VERSION}"
         )
-    config = _build(values)
+    nested: dict[str, Any] = {}
+    for name, value in flatten(values).items():
+        replace_value(nested, name, value)
+    config = _build(nested)
     check_name(config.rollout.engine)
     return config

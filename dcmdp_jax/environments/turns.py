@@ -62,7 +62,7 @@ class _Play:
     @property
     def token_ids(self) -> np.ndarray:
         """Token ids of prompt, turns and answers."""
-        return np.concatenate([self.prompt, *self.ids])
+        return np.concatenate([np.asarray(self.prompt, np.int32), *self.ids])
 
     @property
     def completion_ids(self) -> np.ndarray:

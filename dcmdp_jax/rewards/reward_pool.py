@@ -71,7 +71,7 @@ class RewardPool(Closing):
         for name in functions:
             self._pools[name] = IsolatedPool(
                 __name__,
-                (name, columns),
+                (name, list(columns)),
                 memory_gib=memory_gib,
                 output=output,
             )
@@ -109,9 +109,9 @@ class RewardPool(Closing):
         id_lists = [np.asarray(ids).tolist() for ids in completion_ids]
         for name, pool in self._pools.items():
             self._calls[name] = pool.submit(
-                columns,
-                prompts,
-                completions,
+                dict(columns),
+                list(prompts),
+                list(completions),
                 id_lists,
                 dataclasses.asdict(state),
                 wall_s=self._timeout_s,

@@ -76,8 +76,9 @@ def merge_scores(batches: Sequence[BatchScores]) -> BatchScores:
     """The scores of several batches of one scorer as one batch's, in order."""
     first = batches[0]
     grades = None
-    if first.grades is not None:
-        grades = merge_grades([scores.grades for scores in batches])
+    graded_batches = [scores.grades for scores in batches if scores.grades is not None]
+    if graded_batches:
+        grades = merge_grades(graded_batches)
     sources = None
     if first.sources is not None:
         sources = tuple(itertools.chain.from_iterable(scores.sources for scores in batches))
@@ -211,9 +212,9 @@ class RewardScorer:
         stop_on_error: bool,
         output: Path | None = None,
     ) -> None:
-        self.rewards = rewards
+        self.rewards = tuple(rewards)
         self.verifier = verifier
-        self.columns = columns
+        self.columns = tuple(columns)
         self.by_source = by_source
         self.stop_on_error = stop_on_error
         functions = [reward.function for reward in rewards]
@@ -279,7 +280,7 @@ class BatchScoring:
         self._ids |= zip(rows, completion_ids, strict=True)
         self._tokens += sum(map(len, completion_ids))
         for ids in completion_ids:
-            self._beyond += int(np.sum(ids >= len(self._tokenizer)))
+            self._beyond += int(np.sum(np.asarray(ids) >= len(self._tokenizer)))
         if MATH in self._scorer.names:
             answers = self._answers(rows)
             self._scorer.verifier.begin(
@@ -452,7 +453,7 @@ def reward_metrics(scores: BatchScores) -> dict[str, float]:
     without_value = np.full(len(scores.totals), bool(scores.values))
     for name, values in scores.values.items():
         has_value = np.isfinite(values)
-        without_value &= ~has_value
+        without_value &= np.isnan(values)
         if has_value.any():
             rewards = values[has_value].astype(np.float64)
             metrics[f"reward/{name}/mean"] = float(rewards.mean())

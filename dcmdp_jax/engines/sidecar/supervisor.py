@@ -46,8 +46,13 @@ class Calls:
             )
             for numbered in enumerate(calls)
         ]
-        for thread in self._threads:
-            thread.start()
+        try:
+            for thread in self._threads:
+                thread.start()
+        except BaseException:
+            # Nobody else can end those that run.
+            self.stopped.set()
+            raise
 
     def put(self, value: object) -> None:
         """Hand a value of a call to the caller."""

@@ -288,20 +288,17 @@ def _completions(outputs: dict[int, Any], top: int) -> Arrays:
 
     completions = [output.outputs[0] for output in outputs.values()]
     # [tokens, top + 1], all completions one after the other; without `top` the ids are not needed.
-    logprobs = np.concatenate(
-        [c.logprobs.logprobs for c in completions],
-        dtype=np.float32,
-    )
+    logprobs = np.concatenate([np.asarray(c.logprobs.logprobs, np.float32) for c in completions])
     logprobs = logprobs.reshape(-1, top + 1)
     arrays = {
         "rows": np.array(list(outputs), np.int32),
-        "token_ids": np.concatenate([c.token_ids for c in completions], dtype=np.int32),
+        "token_ids": np.concatenate([np.asarray(c.token_ids, np.int32) for c in completions]),
         "logprobs": logprobs[:, 0].copy(),
         "lengths": np.array([len(c.token_ids) for c in completions], np.int32),
         "stopped": np.array([c.finish_reason == "stop" for c in completions], np.uint8),
     }
     if top:
-        top_ids = np.concatenate([c.logprobs.token_ids for c in completions], dtype=np.int32)
+        top_ids = np.concatenate([np.asarray(c.logprobs.token_ids, np.int32) for c in completions])
         top_ids = top_ids.reshape(-1, top + 1)
         cut = logprobs[:, 1:] == -np.inf
         arrays["top_ids"] = np.where(cut, -1, top_ids[:, 1:])
@@ -310,7 +307,7 @@ def _completions(outputs: dict[int, Any], top: int) -> Arrays:
 
 
 def _split(ids: np.ndarray, lengths: np.ndarray) -> list[list[int]]:
-    return [row.tolist() for row in np.split(ids, np.cumsum(lengths)[:-1])]
+    return [row.tolist() for row in np.split(ids, np.cumsum(lengths))[:-1]]
 
 
 def one_line(error: BaseException) -> str:
