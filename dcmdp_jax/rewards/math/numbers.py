@@ -125,18 +125,17 @@ def _read_repeating(text: str) -> Fraction | None:
     match = _REPEATING.fullmatch(text)
     if match is None:
         return None
-    digits = match.groupdict("")
-    fixed = digits["fixed"]
-    if digits["dots"]:
+    fixed = match["fixed"]
+    if match["dots"]:
         repeated = _PERIOD.fullmatch(fixed)
         if repeated is None or len(repeated["period"]) < 3:
             return None
         fixed = repeated["fixed"]
         period = repeated["one"]
-    else:  # one notation has digits, the others none
-        period = (
-            digits["over"] + digits["round"] + digits["first"] + digits["between"] + digits["last"]
-        )
+    elif match["first"]:
+        period = match["first"] + (match["between"] or "") + (match["last"] or "")
+    else:
+        period = match["over"] or match["round"]
     repeating = Fraction(int(period), 10 ** len(period) - 1)
     fraction = (int(fixed or 0) + repeating) / 10 ** len(fixed)
-    return _sign(digits["sign"]) * (int(digits["whole"] or 0) + fraction)
+    return _sign(match["sign"]) * (int(match["whole"] or 0) + fraction)
