@@ -18,7 +18,6 @@ from fractions import Fraction
 from typing import Any
 
 from dcmdp_jax.rewards.math.notation import (
-    WORDS,
     has_box,
     last_boxed,
     nesting,
@@ -52,13 +51,13 @@ _WORDS_FOR_BASES = "two three four five six seven eight nine ten".split()
 _BASE_WORDS = {word: str(base) for base, word in enumerate(_WORDS_FOR_BASES, 2)}
 _CHOICE = re.compile(r"\(?([A-Za-z])\)?[.:]?")
 _CHOICE_AND_VALUE = re.compile(
-    r"(\()?([A-Z])(?(1)\)|[.):])[ :.]*+(?![/)])"
+    r"(?:\(([A-Z])\)|([A-Z])[.):])[ :.]*+(?![/)])"
     r"(?:[0-9./^+\-(){} ]|\\(?:frac|sqrt|pi|cdot|times)(?![a-zA-Z]))*+"
 )
 # `E: the square`; a word that may deny it or name another (`A: false`, `A. or B`) makes it no
 # choice.
 _CHOICE_AND_WORDS = re.compile(
-    r"(\()?([A-Z])(?(1)\)|[.):]) ?(?=[a-z0-9])((?:[a-z0-9,'\-]++ ?)++)", re.DOTALL
+    r"(?:\(([A-Z])\)|([A-Z])[.):]) ?(?=[a-z0-9])((?:[a-z0-9,'\-]++ ?)++)", re.DOTALL
 )
 _DENIALS = vocabulary(
     "b c d e f g h and or is are was not no nor neither either false wrong incorrect except but "
@@ -66,6 +65,7 @@ _DENIALS = vocabulary(
 )
 _CHOICES = re.compile(r"\(?[A-H]\)?(?: ?[,;] ?\(?[A-H]\)?)++")
 _OPTION = re.compile(r"\A(?:option|choice|answer) ?:? ?(?=\(?[A-Z]\)?(?![a-zA-Z]))", re.IGNORECASE)
+_WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
 _PLAIN_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}+")
 _PREDICATE = re.compile(
     r"\b(?:is|are|was|were|has|have|there|because|since|where|which)\b", re.IGNORECASE
@@ -103,9 +103,9 @@ def extract_answer(completion: str, extraction: str = "strict") -> str | None:
         line = _last(_ANSWER_LINE, completion)
         if line is None and extraction == "flexible":
             line = _last(_STATED, completion)
-        if line is None:
-            return None
-        answer = line[line.lastindex]
+        answer = ""
+        if line is not None:
+            answer = line[1] or line[line.re.groups] or ""
         if "\\boxed" in answer:
             return None
         answer = without_special_tokens(answer).strip().strip("*").strip()
@@ -130,9 +130,11 @@ def split_tolerance(answer: str) -> tuple[str, Fraction | None]:
     match = _TOLERANCE.search(answer)
     if match is None:
         return answer, None
-    tolerance = parse_number(match[1])
+    tolerance = parse_number(match.group(1))
     if tolerance is None or tolerance <= 0:
-        raise ValueError(f"tolerance of answer {answer!r}: {match[1]!r} is not a positive number")
+        raise ValueError(
+            f"tolerance of answer {answer!r}: {match.group(1)!r} is not a positive number"
+        )
     return answer[: match.start()], tolerance
 
 
@@ -328,7 +330,7 @@ def _compare_words(predicted: str, expected: str) -> bool | None:
         return verdict
     if _CAPITALS.fullmatch(predicted_words) and _CAPITALS.fullmatch(expected_words):
         return predicted_words == expected_words
-    if not (WORDS.fullmatch(predicted_words) and WORDS.fullmatch(expected_words)):
+    if not (_WORDS.fullmatch(predicted_words) and _WORDS.fullmatch(expected_words)):
         return None
     if "'" in predicted_words + expected_words:
         if not is_text:
@@ -364,7 +366,7 @@ def _compare_choice(words: str, choice: str, in_any_case: bool) -> bool | None:
         pick = _CHOICE_AND_WORDS.fullmatch(words)
         if pick is None or _DENIALS & set(re.findall("[a-z0-9']+", pick[3])):
             return None
-    return pick[2] == choice
+    return (pick[1] or pick[2]) == choice
 
 
 def _compare_joined_choices(predicted: str, expected: str) -> bool | None:

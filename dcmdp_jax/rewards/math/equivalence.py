@@ -46,7 +46,7 @@ _OPERATION = re.compile(
 _MODULUS = re.compile(
     r"[ ,]*+\(? ?\\?(?<![a-zA-Z])[pb]?mod(?:ulo)?(?![a-zA-Z])[ {]*+([1-9][0-9]*+|[a-zA-Z])[ })]*+\Z"
 )
-_CHOICE_AND_VALUE = re.compile(r"(\()?([A-H])(?(1)\)[.:]?|[.):]) (.+)", re.DOTALL)
+_CHOICE_AND_VALUE = re.compile(r"(?:\(([A-H])\)[.:]?|([A-H])[.):]) (.+)", re.DOTALL)
 _TO = re.compile(r":|(?<=[0-9]) ?(?:\\text ?\{ ?to ?\}|(?<= )to(?= )) ?(?=[0-9])")
 _QUOTIENT = re.compile(r"\\frac ?\{ ?([0-9]++) ?\} ?\{ ?([0-9]++) ?\}|([0-9]++) ?/ ?([0-9]++)")
 _CUT_DECIMAL = re.compile(r"([+-]?[0-9]*+\.([0-9]{3,15}+))\\ldots")
@@ -195,11 +195,11 @@ def _choices(predicted: str, expected: str) -> bool | None:
     reference = _CHOICE_AND_VALUE.fullmatch(unwrap_text(expected))
     if reference is None or reference[1] is None:
         return None
-    letter = reference[2]
+    letter = reference[1]
     value = reference[3]
     prediction = _CHOICE_AND_VALUE.fullmatch(unwrap_text(predicted))
     if prediction is not None:
-        return prediction[2] == letter and _same(prediction[3], value)
+        return (prediction[1] or prediction[2]) == letter and _same(prediction[3], value)
     return _same(predicted, letter) or _same(predicted, value)
 
 

@@ -50,8 +50,7 @@ _TURNS_A_VALUE = vocabulary(
     """
 )
 _WHOLE_WRAPPER = re.compile(TEXT_COMMANDS)
-WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
-"""Text that is nothing but words."""
+_WORDS = re.compile(r"[A-Za-z](?:[A-Za-z' \-])*+")
 _LETTERS_JOINED = re.compile(r"[A-Z](?: (?:and|or) [A-Z])++")
 _READ_COMMANDS = vocabulary(
     """
@@ -260,7 +259,7 @@ def normalize_answer(answer: str) -> str:
     text = _LABEL.sub(r"\2 = ", _unwrapped_value(text.strip()), count=1)
     text = _EXACTLY.sub("", text, count=1)
     plain = unwrap_text(text)
-    if not WORDS.fullmatch(plain) or _LETTERS_JOINED.fullmatch(_SPACE.sub(" ", plain)):
+    if not _WORDS.fullmatch(plain) or _LETTERS_JOINED.fullmatch(_SPACE.sub(" ", plain)):
         text = _CONJUNCTION.sub(", ", text)
     return _SPACE.sub(" ", text).strip().rstrip(" ,;.\\")
 
