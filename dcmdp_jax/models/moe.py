@@ -294,13 +294,13 @@ def _compute(
     row_owner = owner[order]
     group_sizes = jnp.sum(owner[:, None] == jnp.arange(num_experts), axis=0, dtype=jnp.int32)
 
-    def linear(x: Array, kernel: Kernel) -> Array:
+    def linear(inputs: Array, kernel: Kernel) -> Array:
         if isinstance(kernel, QuantizedKernel) and kernel.grouped:
-            kernel = in_float32(kernel).astype(x.dtype)
+            kernel = in_float32(kernel).astype(inputs.dtype)
         if not isinstance(kernel, QuantizedKernel):
-            return ops.grouped_matmul(x, kernel, group_sizes)
-        product = ops.grouped_matmul(x, kernel.values.astype(x.dtype), group_sizes)
-        return (product * kernel.scale[row_owner]).astype(x.dtype)
+            return ops.grouped_matmul(inputs, kernel, group_sizes)
+        product = ops.grouped_matmul(inputs, kernel.values.astype(inputs.dtype), group_sizes)
+        return (product * kernel.scale[row_owner]).astype(inputs.dtype)
 
     shape = x.shape
     count = experts.shape[-1]

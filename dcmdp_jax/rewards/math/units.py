@@ -194,6 +194,7 @@ _CURRENCY = re.compile(
     r"|(?P<sterling>£|\\pounds(?![a-zA-Z]))|(?P<yuan_or_yen>¥)|(?P<won>₩)|(?P<lira>₺)"
     r"|(?P<rupee>₹|(?:\\text ?\{ ?)?+Rs\.?+ ?\}?+(?= ?[0-9]))) ?"
 )
+# Currency sign, or letter of a temperature scale -> its word.
 _SIGNS = {"€": "euro", "£": "GBP", "₩": "won", "₺": "lira", "C": "celsius", "F": "fahrenheit"}
 _ONE_SIGN = [{(("yuan_or_yen", 1),), ((name, 1),)} for name in ("yuan", "yen")]
 _SPEED = re.compile(r"(?<![a-zA-Z])(?:mph|kph|kmph)(?![a-zA-Z])")
