@@ -81,7 +81,7 @@ class Activity:
         """What a terminal of so many columns shows; nothing for the first three seconds."""
         if now - self.began < _SHOWN_AFTER_S:
             return []
-        return [colored((self.text(now) + _compiling())[:columns], _DIM)]
+        return [colored((self.text(now) + _compiling_text())[:columns], _DIM)]
 
 
 def colored(text: str, color: str) -> str:
@@ -91,13 +91,15 @@ def colored(text: str, color: str) -> str:
     return color + text + _PLAIN
 
 
-def _compiling() -> str:
-    """The programs that threads are compiling: `; also compiling: the step, decode`."""
-    names = [
-        thread.name.removeprefix(COMPILING)
-        for thread in threading.enumerate()
-        if thread.name.startswith(COMPILING)
-    ]
+def compiling() -> list[str]:
+    """The programs that threads are compiling."""
+    names = [thread.name for thread in threading.enumerate()]
+    return [name.removeprefix(COMPILING) for name in names if name.startswith(COMPILING)]
+
+
+def _compiling_text() -> str:
+    """The same for the console: `; also compiling: the step, decode`."""
+    names = compiling()
     return f"; also compiling: {', '.join(names)}" if names else ""
 
 
@@ -141,7 +143,7 @@ class _Painter:
                 text = doing.text(now)
                 if not text.endswith(" left"):
                     text += " so far"
-                say(text + _compiling())
+                say(text + _compiling_text())
                 self._next_line = now + _SIGN_EVERY_S
                 doing.next_line = now + (now - doing.began)
 

@@ -12,7 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
-from dcmdp_jax.activity import command_started, terminal_size
+from dcmdp_jax.activity import (
+    command_started,
+    compiling,
+    give_back_terminal,
+    terminal_size,
+)
 from dcmdp_jax.errors import EngineError, TrainingStopped, UserError, callback_error, one_line
 
 _MESSAGE_IS_ENOUGH = UserError, EngineError, MemoryError, TrainingStopped
@@ -82,6 +87,12 @@ def run_main(
         code = _INTERRUPTED
     except Exception as error:
         code = _fail(error, debug)
+    if code and argv is None and compiling():
+        # Python would wait for threads whose programs nobody needs any more, for minutes.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        give_back_terminal()
+        os._exit(code)
     sys.exit(code)
 
 

@@ -3,16 +3,13 @@
 import contextlib
 import dataclasses
 import functools
-import os
-import sys
-import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from ml_collections import ConfigDict
 
-from dcmdp_jax.activity import COMPILING, activity
+from dcmdp_jax.activity import activity
 from dcmdp_jax.commands import failures, flags
 from dcmdp_jax.config import checks, load, settings, text
 from dcmdp_jax.errors import UserError, shorten
@@ -38,11 +35,7 @@ def main(argv: list[str], *, supervised: bool = False) -> int:
     try:
         _run(config, functools.partial(print, flush=True), dry_run=arguments.dry_run)
     except exit.Interrupted as stopped:
-        code = 128 + stopped.signal_number
-        if any(thread.name.startswith(COMPILING) for thread in threading.enumerate()):
-            sys.stdout.flush()
-            os._exit(code)
-        return code
+        return 128 + stopped.signal_number
     return 0
 
 

@@ -309,6 +309,37 @@ run_main(main)
 """
 
 
+_COMPILES = """
+import sys, threading, time
+from dcmdp_jax.activity import COMPILING
+from dcmdp_jax.commands.failures import run_main
+from dcmdp_jax.errors import UserError
+
+def main(argv):
+    threading.Thread(target=time.sleep, args=(10_000,), name=COMPILING + "the step").start()
+    if argv[1] == "fails":
+        raise UserError("training.steps is too low")
+    return int(argv[1])
+
+run_main(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("argument", "code", "line"),
+    [("fails", 2, "error: training.steps is too low\n"), ("143", 143, "")],
+)
+def test_what_compiles_keeps_no_failed_command(argument, code, line):
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILES, argument],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        timeout=HANGS_S,
+    )
+    assert (done.returncode, done.stderr) == (code, line)
+
+
 def test_a_pipe_that_nobody_reads_any_more_ends_nothing(tmp_path):
     reader, writer = os.pipe()
     os.close(reader)
