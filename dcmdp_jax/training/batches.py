@@ -209,7 +209,7 @@ class Batches:
             out_shardings=self.session.programs.shardings.params,
         )
         # Compiled as one: each operation alone would be a program of its own.
-        measure = objective.measure_of(self._algorithm)
+        measure = objective.discrepancy_arguments(self._algorithm)
         self._discrepancy = jax.jit(functools.partial(discrepancy.token_discrepancy, **measure))
 
     def close(self) -> None:

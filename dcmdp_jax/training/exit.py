@@ -127,13 +127,13 @@ class StopSignal:
     The first is answered on the console at once, also while a compiled program runs. A second one,
     more than a second later (`timeout` sends one twice), leaves at once: what was saved stays, and
     nothing more is. So does the first one after two seconds in which the run did not look for it,
-    as it compiles, where `all_saved` says that nothing is lost.
+    as it compiles, where `nothing_to_lose` says so.
     """
 
     def __init__(self, *, nothing_to_lose: bool = False) -> None:
         self._received: int | None = None
         self._looked = False
-        self.all_saved: Callable[[], bool] = lambda: nothing_to_lose
+        self.nothing_to_lose: Callable[[], bool] = lambda: nothing_to_lose
 
     @property
     def received(self) -> int | None:
@@ -145,7 +145,7 @@ class StopSignal:
         self._received = number
 
     def _leave_unseen(self, number: int) -> None:
-        if not self._looked and self.all_saved():
+        if not self._looked and self.nothing_to_lose():
             self._leave(number, "it compiles, and nothing is lost")
 
     def _leave(self, number: int, why: str) -> NoReturn:

@@ -48,7 +48,7 @@ ROUTER = "policy/router_loss"
 Metrics = dict[str, Array]
 
 
-def measure_of(settings: AlgorithmSettings) -> dict[str, Any]:
+def discrepancy_arguments(settings: AlgorithmSettings) -> dict[str, Any]:
     """Return the keyword arguments of `token_discrepancy`."""
     return {"measure": settings.measure, "sided": settings.sided}
 
@@ -63,7 +63,7 @@ def signals_of(
     signals = row_signals(
         tokens,
         weights,
-        measure=measure_of(settings),
+        measure=discrepancy_arguments(settings),
         level=settings.level,
         penalty=remedies.penalty,
         corrections=remedies.corrections,
@@ -287,7 +287,9 @@ def head_statistics(inputs: LossInputs) -> Statistics:
     if kept_mass is not None:
         statistics["distribution/kept_mass"] = masked_sum(lax.stop_gradient(kept_mass), mask)
     if inputs.head is not None:
-        statistics |= distribution_statistics(inputs.head, mask, measure_of(inputs.settings))
+        statistics |= distribution_statistics(
+            inputs.head, mask, discrepancy_arguments(inputs.settings)
+        )
     return statistics
 
 
@@ -382,7 +384,7 @@ def _penalized(
             columns.get(OLD_LOGPROBS, columns.get(START_LOGPROBS)),
             bucket.rollout_logprobs,
             completion_mask=bucket.completion_mask,
-            **measure_of(settings),
+            **discrepancy_arguments(settings),
         )
         discrepancy.append(delta)
 

@@ -46,7 +46,7 @@ from dcmdp_jax.training.step_metrics import (
 )
 from dcmdp_jax.types import Array, Batch, DualState, Params, Rows, TrainState
 
-RECOMPUTE = "old_logprobs"
+RECOMPUTE = "start_logprobs"
 """Name scope of the pass that computes p^Train before the updates."""
 
 

@@ -67,7 +67,7 @@ class TrainingSession:
         self.step = int(self.state.step)
         self.prompts_taken = self.beginning.prompts_taken
         self._first_step = self.step
-        self.stop.all_saved = self._nothing_to_lose
+        self.stop.nothing_to_lose = self._nothing_to_lose
         self.exit = CollectiveExit(self.hosts, self.stop, functools.partial(self.save, wait=True))
 
     def _nothing_to_lose(self) -> bool:

@@ -150,7 +150,7 @@ libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
 libc.pthread_mutex_lock(mutex)
 with StopSignal().listening() as stop:
     if len(sys.argv) > 2:
-        stop.all_saved = lambda: sys.argv[2] == "saved"
+        stop.nothing_to_lose = lambda: sys.argv[2] == "saved"
     print("listening", flush=True)
     libc.pthread_mutex_lock(mutex)
 """
@@ -205,7 +205,7 @@ def test_a_run_that_looks_for_the_signal_leaves_in_its_own_time(monkeypatch):
     monkeypatch.setattr(leaving, "_UNSEEN_S", 0.1)
     monkeypatch.setattr(os, "_exit", lambda code: pytest.fail(f"left with {code}"))
     with StopSignal().listening() as stop:
-        stop.all_saved = lambda: True
+        stop.nothing_to_lose = lambda: True
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.received == signal.SIGTERM
         time.sleep(0.5)
