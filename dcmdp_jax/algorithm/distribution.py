@@ -52,7 +52,7 @@ class Head(NamedTuple):
     @property
     def present(self) -> Bool[jax.Array, "*s k"]:
         """False where the engine has fewer tokens."""
-        return self.ids >= 0
+        return jnp.asarray(self.ids) >= 0
 
 
 def require_head(head: Head, mask: Array) -> None:
