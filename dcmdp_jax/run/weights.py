@@ -241,11 +241,6 @@ class Weights:
         return to_global(adapter.params, shardings)
 
     @property
-    def has_frozen(self) -> bool:
-        """Whether training needs the initial policy: as adapters' base or for a KL term."""
-        return self.task.lora is not None or self.has_kl
-
-    @property
     def saves_initial(self) -> bool:
         """Whether the run writes its initial policy to its directory."""
         return self.has_kl or self.task.lora is not None and self.frozen_path == self.reference

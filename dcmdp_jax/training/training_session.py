@@ -233,7 +233,7 @@ def open_session(
                 writer = stack.enter_context(_open_records(run, step, resumed=beginning.resumed))
 
         frozen = None
-        if weights.has_frozen:
+        if run.placement.frozen is not None:
             with activity("loading the initial policy"):
                 frozen = weights.frozen()
                 # The checkpoint of `step` has this policy's digests: another one is refused.
