@@ -177,7 +177,7 @@ class MLP(nnx.Module):
 
     Attributes:
         silu: whether it is silu.
-        fused: W_gate and W_up are one matrix `gate_up`; see `decoder.fuse_projections`.
+        fused: W_gate and W_up are one matrix `gate_up`; see `layer_params.fuse_projections`.
     """
 
     def __init__(self, scope: Scope, *, fused: bool = False) -> None:

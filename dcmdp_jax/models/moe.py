@@ -94,7 +94,7 @@ class MoE(nnx.Module):
 
     Attributes:
         fused: W_gate and W_up of an expert are one matrix `gate_up`; see
-            `decoder.fuse_projections`.
+            `layer_params.fuse_projections`.
     """
 
     def __init__(

@@ -60,7 +60,7 @@ def with_scheme(layer_params: Params, scheme: Scheme) -> Params:
     """One layer's parameters, its matrices as `SchemeKernel`s.
 
     Args:
-        layer_params: parameters of one layer, also after `decoder.fuse_projections`; of a dense
+        layer_params: parameters of one layer, also after `layer_params.fuse_projections`; of a dense
             model.
         scheme: with `products`, or `weights` whose inputs are rounded; without, the parameters come
             back.

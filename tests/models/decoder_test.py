@@ -13,7 +13,7 @@ import pytest
 
 from configs import base
 from dcmdp_jax.config.load import from_config_dict
-from dcmdp_jax.models import decoder
+from dcmdp_jax.models import decoder, layer_params
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.hf_config import from_hf, read_model_config
@@ -390,7 +390,7 @@ def test_merged_projections_are_the_same_layer(tiny_model, mlp):
         return jax.nn.dot_product_attention(query, key, value, is_causal=True), None
 
     def loss(layer, x, merged):
-        used = decoder.fuse_projections(layer, mlp=mlp) if merged else layer
+        used = layer_params.fuse_projections(layer, mlp=mlp) if merged else layer
         assert ("qkv" in used["attention"], "gate_up" in used["mlp"]) == (merged, merged and mlp)
         return jnp.sum(jnp.sin(decoder.block_of(used, config)(x, rotary, attend, CPU)[0]))
 

@@ -13,7 +13,15 @@ from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.local.cache import Layer, load, store
 from dcmdp_jax.engines.local.layout import ROWS, TENSOR, Program, convert_late, weight_specs
-from dcmdp_jax.models import attention, decoder, gated_delta, layers, products, quantize
+from dcmdp_jax.models import (
+    attention,
+    decoder,
+    gated_delta,
+    layer_params,
+    layers,
+    products,
+    quantize,
+)
 from dcmdp_jax.models.sampler import Draw, choose_tokens
 from dcmdp_jax.types import Array, Params
 
@@ -94,7 +102,7 @@ def forward_rows(
     mixers = []
     for layer, window in zip(weights["layers"], config.layer_windows(length), strict=True):
         mixer = functools.partial(attend, window=window)
-        if decoder.is_recurrent(layer):
+        if layer_params.is_recurrent(layer):
             mixer = functools.partial(gated_delta.prefill, config, lengths)
         mixers.append(mixer)
     return run_layers(weights, x, tables, mixers, program)

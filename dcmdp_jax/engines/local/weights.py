@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from dcmdp_jax.engines.local.layout import EXPERT, TENSOR, weight_specs
-from dcmdp_jax.models import decoder, quantize
+from dcmdp_jax.models import decoder, layer_params, quantize
 from dcmdp_jax.models.array_checksum import array_checksum
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.params import param_shapes, quantized_leaves
@@ -67,7 +67,7 @@ def engine_shapes(
         params = in_precision(params, config, precision)
         fused = {}
         for kind, layer in config.by_kind(params["layers"]).items():
-            fused[kind] = decoder.fuse_projections(layer, mlp=True)
+            fused[kind] = layer_params.fuse_projections(layer, mlp=True)
         params["layers"] = [fused[kind] for kind, _ in config.layer_kinds]
         return params
 
@@ -144,7 +144,7 @@ class Conversion:
             separate = _cast(source, marks[kind], precision)
             if ways > 1:
                 separate = jax.lax.with_sharding_constraint(separate, shardings(unfused[kind]))
-            fuse = functools.partial(decoder.fuse_projections, mlp=True)
+            fuse = functools.partial(layer_params.fuse_projections, mlp=True)
             fuse_parts = on_parts(fuse, unfused[kind], fused[kind])
             return fuse_parts(separate)
 
@@ -183,7 +183,7 @@ class Conversion:
         """The engine's tree, new arrays, sharded by `layout.weight_specs`.
 
         `layers` is a list of one dict per layer with fused projections (see
-        `decoder.fuse_projections`); of a tensor group each device has its own heads' parts fused.
+        `layer_params.fuse_projections`); of a tensor group each device has its own heads' parts fused.
         None of the arrays aliases `params`, as of `params.init_params` and on any mesh, whose
         buffers may be donated afterwards.
         """
@@ -269,12 +269,12 @@ def _separated(layer: Params, config: ModelConfig, ways: int) -> Params:
         return mlp
 
     attention = dict(layer["attention"])
-    if not decoder.is_recurrent(layer):
+    if not layer_params.is_recurrent(layer):
         fused = attention.pop("qkv")
         attention["q"] = columns(fused, 0, query_width)
         attention["k"] = columns(fused, query_width, kv_width)
         attention["v"] = columns(fused, query_width + kv_width, kv_width)
-    return {**layer, "attention": attention, "mlp": decoder.map_mlps(halves, layer["mlp"])}
+    return {**layer, "attention": attention, "mlp": layer_params.map_mlps(halves, layer["mlp"])}
 
 
 def _devices(leaf: Array) -> list[jax.Device]:

@@ -19,11 +19,10 @@ from dcmdp_jax.models.decoder import (
     Attend,
     block_of,
     final_norm,
-    is_recurrent,
-    layer_of,
     output_kernel,
 )
 from dcmdp_jax.models.gated_delta import rows as recurrent_rows
+from dcmdp_jax.models.layer_params import is_recurrent, layer_of
 from dcmdp_jax.models.layers import all_rotary_tables, embedding_scale
 from dcmdp_jax.models.ops import choose_ops
 from dcmdp_jax.probe.columns.evidence import OperatorDifference, in_order
