@@ -112,7 +112,8 @@ def readable(path: Path) -> list[Record]:
     """All records that can be read, for readers that must not stop a run; see `truncate`."""
     if not path.exists():
         return []
-    return [record for *_, record in _lines(path, checked=True) if record is not None]
+    lines = _lines(path, numbers_only=path.name == METRICS_FILE)
+    return [record for *_, record in lines if record is not None]
 
 
 def truncate(path: Path, last_step: float = math.inf) -> None:
@@ -129,7 +130,7 @@ def truncate(path: Path, last_step: float = math.inf) -> None:
     if not path.exists():
         return
     lines = []
-    for number, complete, line, record in _lines(path, checked=True):
+    for number, complete, line, record in _lines(path, numbers_only=path.name == METRICS_FILE):
         step = None if record is None else record.get("step")
         if isinstance(step, int):
             if step <= last_step:
@@ -144,13 +145,12 @@ def truncate(path: Path, last_step: float = math.inf) -> None:
 
 
 def _lines(
-    path: Path, *, checked: bool = False
+    path: Path, *, numbers_only: bool = False
 ) -> Iterator[tuple[int, bool, bytes, Record | None]]:
     """Yield (number, ends in a newline, bytes, record or None if unreadable) of non-empty lines.
 
-    `checked` holds the values of metrics to be numbers.
+    With `numbers_only` a record with another value is unreadable.
     """
-    numbers_only = checked and path.name == METRICS_FILE
     with open(path, "rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.strip():
