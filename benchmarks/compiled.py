@@ -50,6 +50,7 @@ from benchmarks.compiled_parts.collectives import KINDS, Collective
 from benchmarks.compiled_parts.copies import KINDS as MOVED
 from benchmarks.compiled_parts.flops import PARTS
 from benchmarks.compiled_parts.goals import check_goals, is_compiled
+from benchmarks.compiled_parts.hlo import names_of_this_code
 from benchmarks.compiled_parts.least import decode_bytes, least_of
 from benchmarks.compiled_parts.lengths import (
     at_lengths,
@@ -137,7 +138,8 @@ def compile_and_count(
     def read(run: PlannedRun, program: Lowerable, executable: jax.stages.Compiled) -> Account:
         return account(executable, step_trip_counts(run) if program.name == "step" else one_token)
 
-    return compile_run(config, topology, only=only, read=read)
+    with names_of_this_code():
+        return compile_run(config, topology, only=only, read=read)
 
 
 def describe_account(plan: CompiledRun) -> list[str]:

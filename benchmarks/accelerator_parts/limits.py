@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from benchmarks.accelerator_parts.sizes import Size, Tell
 from benchmarks.compiled_parts.account import account
-from benchmarks.compiled_parts.hlo import TripCounts
+from benchmarks.compiled_parts.hlo import TripCounts, names_of_this_code
 from benchmarks.compiled_parts.roofline import DATA_SHEETS, DataSheet, roofline
 from benchmarks.compiled_parts.trips import blocks_at_most
 from benchmarks.timing import interleave, matmul_gflops
@@ -78,9 +78,10 @@ def compile_and_read(
 def read(program: Lowerable, trip_counts: TripCounts) -> tuple[jax.stages.Compiled, Compiled]:
     """Compile a program, to run it and to read it."""
     kept = []
-    compiled = compile_program(
-        program, lambda executable: kept.append(executable) or account(executable, trip_counts)
-    )
+    with names_of_this_code():
+        compiled = compile_program(
+            program, lambda executable: kept.append(executable) or account(executable, trip_counts)
+        )
     return kept[0], compiled
 
 

@@ -8,10 +8,13 @@ the caller states for its name scope.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
+
+import jax
 
 TripCounts = Callable[[str], float | None]
 """Iterations of a loop by its op_name; None for a loop that the caller does not know."""
@@ -189,6 +192,22 @@ def parse(text: str) -> Module:
     if not entry:
         raise ValueError("HLO text: it has no ENTRY computation")
     return Module(computations, entry, devices, _lines(text))
+
+
+@contextlib.contextmanager
+def names_of_this_code() -> Iterator[None]:
+    """Compile with the name scopes and lines of the code that runs.
+
+    JAX's compile cache tells programs apart without them by default: it returns a program that was
+    kept under names which have changed since, and what is counted by name is then wrong.
+    """
+    option = "jax_compilation_cache_include_metadata_in_key"
+    before = getattr(jax.config, option)
+    jax.config.update(option, True)
+    try:
+        yield
+    finally:
+        jax.config.update(option, before)
 
 
 def walk(module: Module, trip_counts: TripCounts = lambda op_name: None) -> Iterator[Visit]:

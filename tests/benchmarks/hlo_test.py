@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 from benchmarks.compiled_parts.collectives import collectives
 from benchmarks.compiled_parts.copies import CONVERTED, COPIED, STACKED, Copy, copies
 from benchmarks.compiled_parts.flops import compiled_flops
-from benchmarks.compiled_parts.hlo import Array, in_scope, parse, walk
+from benchmarks.compiled_parts.hlo import Array, in_scope, names_of_this_code, parse, walk
 from benchmarks.compiled_parts.traffic import memory_traffic, read_again
 from benchmarks.compiled_parts.trips import expert_blocks
 from dcmdp_jax.models.ops.blocks import grouped_matmul
@@ -21,7 +21,8 @@ def _mesh():
 
 
 def _module(function, *arguments):
-    return parse(jax.jit(function).lower(*arguments).compile().as_text())
+    with names_of_this_code():
+        return parse(jax.jit(function).lower(*arguments).compile().as_text())
 
 
 def _shape(*dims, spec=None):
@@ -95,6 +96,24 @@ def test_a_loop_whose_end_is_data_has_the_stated_length():
     # Without a word about it the body counts once, and the loop is told.
     assert compiled_flops(module, _none).products == 294
     assert {loop.known for visit in walk(module) for loop in visit.loops} == {False}
+
+
+def test_a_program_that_was_kept_under_another_name_is_not_taken():
+    """The compile cache tells programs apart without their names: what is counted is by their own."""
+
+    def program(scope):
+        def function(x, kernel, count):
+            with jax.named_scope(scope):
+                return jax.lax.fori_loop(0, count, lambda _, x: jnp.cos(x @ kernel), x)
+
+        return function
+
+    shapes = _shape(3, 7), _shape(7, 7), jax.ShapeDtypeStruct((), jnp.int32)
+    jax.jit(program("before")).lower(*shapes).compile()
+    stated = compiled_flops(
+        _module(program("now"), *shapes), lambda op_name: 9 if in_scope(op_name, "now") else None
+    )
+    assert stated.products == 9 * 294
 
 
 def test_products_with_a_batch_axis():

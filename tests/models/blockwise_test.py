@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.compiled_parts.flops import compiled_flops
-from benchmarks.compiled_parts.hlo import parse
+from benchmarks.compiled_parts.hlo import names_of_this_code, parse
 from benchmarks.compiled_parts.trips import blocks_at_most
 from dcmdp_jax.models.attention import RowKernel, has_scores, row_attention
 from dcmdp_jax.models.ops import CPU, REFERENCE, blockwise
@@ -295,5 +295,7 @@ def test_operations_are_those_of_causal_rows():
     step = jax.jit(
         jax.grad(lambda *qkv: jnp.sum(blockwise.attention(*qkv, ids) ** 2), argnums=(0, 1, 2))
     )
-    flops = compiled_flops(parse(step.lower(*qkv).compile().as_text()), blocks_at_most)
+    with names_of_this_code():
+        text = step.lower(*qkv).compile().as_text()
+    flops = compiled_flops(parse(text), blocks_at_most)
     assert flops.products == 2 * 10 * (2 + 5) * 4 * 2 * 64 * 64 * 8

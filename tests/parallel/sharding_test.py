@@ -11,7 +11,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from benchmarks.compiled_parts.collectives import KINDS, collectives
-from benchmarks.compiled_parts.hlo import in_scope, parse
+from benchmarks.compiled_parts.hlo import in_scope, names_of_this_code, parse
 from dcmdp_jax.models.config import ModelConfig
 from dcmdp_jax.models.decoder import Compute
 from dcmdp_jax.models.logprobs import CHUNKS
@@ -326,7 +326,8 @@ def test_the_output_matrix_travels_once_a_pass(sizes):
         name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=split) for name, x in _rows().items()
     }
     grads = jax.jit(jax.grad(lambda p, r: _objective(p, r, mesh)[0]), out_shardings=shardings)
-    module = parse(grads.lower(placed, rows).compile().as_text())
+    with names_of_this_code():
+        module = parse(grads.lower(placed, rows).compile().as_text())
     # Were one of them in a loop over chunks of tokens, it would count seven times.
     found = collectives(
         module,
