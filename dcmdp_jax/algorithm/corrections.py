@@ -503,7 +503,8 @@ def _scanned(
     Args:
         tokens: where they lie; what is not sampled between them is skipped.
         values: of each token.
-        combine: an associative function of two arrays, `empty` its neutral element.
+        combine: an associative function of two arrays.
+        empty: its neutral element.
 
     Returns:
         Values combined up to each token, itself included, and before it, which is 0 for the first.

@@ -199,6 +199,7 @@ def policy_loss(
         completion_mask=active,
         anchor_logprobs=anchor,
         ratio=ratio,
+        start_logprobs=constant(tokens.start_logprobs),
     )
     token_losses, statistics = split(loss(active_tokens))
 

@@ -338,4 +338,5 @@ def _probe(rows: int = 2, length: int = 12) -> Tokens:
         tolerance=np.float32(0.01),
         anchor_logprobs=rollout,
         ratio=np.exp(train - rollout),
+        start_logprobs=old,
     )

@@ -60,7 +60,7 @@ def train(
     Raises:
         UserError: in one line, for a wrong config, file or machine.
         EngineError: an engine gave up.
-        TrainingStopped: the gradients stay broken.
+        TrainingStopped: the gradients stay broken, or an alert ends the run.
         Interrupted: after SIGTERM, SIGINT or SIGHUP, once everything is saved.
     """
     if isinstance(config, str):

@@ -50,6 +50,8 @@ class Remedies:
     """The functions that the settings name, with their parameters; see `algorithm.remedies`.
 
     Attributes:
+        penalty: of the discrepancy.
+        corrections: all of them, in their order.
         loss: with the trust region.
         single_tokens: the `corrections` that look at each token alone.
         whole_completions: the others, with score centering; none without.

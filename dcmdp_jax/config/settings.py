@@ -248,7 +248,7 @@ class TrainingSettings:
         micro_batch_tokens: Limit of the tokens, padding included, of one forward and backward pass
             on a device, which its memory grows with. At least one row. Micro-batches are smaller
             where that leaves less padding. Source: ours.
-        row_lengths: Lengths of rows, rising; a program is compiled for each. Empty: lengths that
+        row_lengths: Lengths of rows, rising; the step has a loop for each. Empty: lengths that
             leave least padding for completions of very different lengths within the limits, at most
             8 (docs/layout.md).
         segments_per_row: Most completions in one row. 0: unlimited where the kernel skips other

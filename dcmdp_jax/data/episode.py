@@ -79,9 +79,6 @@ COLUMNS: dict[str, Column] = {
     ),
     OLD_TOP_LOGPROBS: Column("[k], `old_logprobs` of these ids", np.float32, 0.0, axes=("k",)),
     TEACHER_LOGPROBS: Column("nats, of the sampled token by a teacher", np.float32, 0.0),
-    "token_rewards": Column(
-        "reward of the token alone, in addition to its completion's", np.float32, 0.0
-    ),
 }
 
 ROW_LAYOUT: dict[str, type[np.generic]] = {

@@ -1,9 +1,8 @@
 """Row layout: a few row lengths chosen once for a run, and the row of each completion.
 
-A micro-batch is R rows of L tokens; a program is compiled for each shape (R, L) of a run and for no
-other. For every mini-batch the number of micro-batches of each shape is searched for that holds its
-completions and computes least. The result is a function of the shapes and of the completions'
-lengths alone.
+A micro-batch is R rows of L tokens; the step has a loop for each shape (R, L) of a run. For every
+mini-batch the number of micro-batches of each shape is searched for that holds its completions and
+computes least. The result is a function of the shapes and of the completions' lengths alone.
 """
 
 import bisect

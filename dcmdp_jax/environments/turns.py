@@ -42,6 +42,11 @@ class _Play:
         ids: token ids of each turn and each answer after the prompt.
         columns: the engine's columns of sampled tokens, in the place of each turn; None in that of
             an answer.
+        messages: the conversation so far.
+        turns: of the policy, so far.
+        reward: sum of what the environment gave; None after a failure.
+        done: whether it has ended.
+        finish_reason: why the last turn ended, as the engine says.
     """
 
     prompt: np.ndarray
@@ -200,13 +205,14 @@ class TurnRules:
 
 @dataclasses.dataclass
 class TurnSampler:
-    """Samples completions in turns; what the environment gave is then in `played`.
+    """Samples completions in turns.
 
     Attributes:
         engine: has the weights of the step.
         pool: the environments.
         tokenizer: the policy's.
         rules: turns, lengths, and what environments get.
+        played: by completion, what the environment gave.
     """
 
     engine: Engine

@@ -1,7 +1,6 @@
 """Decoder families as rows of data; modules and engines read each difference here.
 
-Every switch is one that a layer has in place of another. A family that needs more is named in
-`MISSING`.
+A family that needs what no switch says is named in `MISSING`.
 """
 
 import dataclasses

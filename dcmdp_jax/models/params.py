@@ -86,7 +86,7 @@ def draw_params(declared: Iterable[Declaration], key: Array, dtype: str) -> Para
         dtype: "float32" or "bfloat16"; values are drawn in float32 and rounded.
 
     Returns:
-        Nested dict; `layers` leaves carry a leading axis of `num_layers`.
+        Nested dict; leaves of layers have a leading axis, of the layers of their kind.
     """
 
     def draw(declaration: Declaration) -> Array:

@@ -245,8 +245,9 @@ class Checkpoints:
         """Record the digests of the frozen parameters; compare them with a saved step's.
 
         Args:
-            reference: its parameters, as they were loaded.
+            reference: the frozen parameters, as they were loaded.
             step: step of the checkpoint that the run goes on from.
+            source: their directory, for the error.
 
         Raises:
             CheckpointError: in one line, if it is not the policy that the run began with.

@@ -1,4 +1,4 @@
-"""What a run records of itself to compare at a resume: settings, code, data."""
+"""What must be the same on all hosts of a run: settings, code, libraries, data."""
 
 import importlib.metadata
 import platform

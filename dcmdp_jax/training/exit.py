@@ -125,9 +125,9 @@ class StopSignal:
     """Records SIGTERM, SIGINT and SIGHUP; the run polls for them at safe points.
 
     The first is answered on the console at once, also while a compiled program runs. A second one,
-    more than a second later (`timeout` sends one twice), leaves at once: what was saved stays, and
-    nothing more is. So does the first one after two seconds in which the run did not look for it,
-    as it compiles, where `nothing_to_lose` says so.
+    more than a second later (`timeout` sends one twice), ends the process: what was saved stays,
+    and nothing more is saved. So does the first one if the run has not looked at it for two
+    seconds, as it compiles, and `nothing_to_lose()` is true.
     """
 
     def __init__(self, *, nothing_to_lose: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""The training loop: sync weights, get the step's batch, train on it, record, evaluate, save."""
+"""The training loop: sync weights, get the step's batch, train on it, record, save, evaluate."""
 
 import contextlib
 import functools

@@ -40,8 +40,10 @@ class StepPrograms:
         old_logprobs: adds the log-probs under the weights that sampled, with rollout.lag; in
             `dcmdp sft` under any weights, for the held-out loss; else None.
         setup: what the step is made of.
-        watched, arrival: programs of `arrival`, (trained parameters) and (watched, trained
-            parameters) -> metrics; of adapters nothing is watched, `merged` measures them.
+        watched: (trained parameters) -> the columns to compare; none of adapters, which `merged`
+            measures.
+        arrival: (watched, trained parameters) -> metrics, how much of an update is left after the
+            engine's rounding.
         merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see
             `lora`. `Adapted` for an engine that takes adapters.
     """

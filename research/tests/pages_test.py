@@ -909,7 +909,7 @@ def test_what_the_pages_say_of_small_doses_is_what_the_kept_runs_did():
     assert f"by more than 12 points: {exact}, by the engine that sampled {own} (40 seeds" in readme
     trained = [_both_engines(by_name, f"token_{dose}")[0] for dose in (0.003, 0.01)]
     link = "[open](docs/evidence.md#does-a-small-dose-help)"
-    assert f"at a trained one's it is {link}: {', '.join(trained)}. Where" in readme
+    assert f"At that of a trained one it is {link}: {', '.join(trained)}. Where" in readme
     # What the rule says.
     conclusions = {arm: doses.conclusion(by_name, arm) for arm, _ in by_name}
     assert conclusions["token_0.001"] == conclusions["dc_from_0"] == "neither"
@@ -993,7 +993,7 @@ def test_what_could_have_been_seen_is_what_the_spread_of_the_kept_runs_gives():
     assert "A gain of the paper's size is too small to be seen in our runs." in readme
     assert min(seen) > 3.7
     said = (
-        "80% power begins at {:.0f} where GRPO is stable, {:.0f} in late collapse, {:.0f} "
+        "in 8 of 10 tries from {:.0f} points on where GRPO is stable, {:.0f} in late collapse, {:.0f} "
         "against 3-bit"
     )
     assert said.format(*seen) in page, seen

@@ -21,6 +21,7 @@ from dcmdp_jax.algorithm.remedies import Corrected, Region
 from dcmdp_jax.algorithm.stats import Max, Sum
 
 def right(tokens, *, knee=0.1): return tokens.advantages - knee, {"most": Max(jnp.max(tokens.advantages))}
+def since_start(tokens): return tokens.advantages - jnp.abs(tokens.start_logprobs - tokens.old_logprobs)
 def positional(tokens, knee=0.1): return tokens.advantages * knee
 def keep(tokens): return Corrected(jnp.ones(tokens.advantages.shape), tokens.completion_mask)
 def region(tokens): return Region(tokens.ratio * tokens.advantages)
@@ -75,6 +76,7 @@ def check(tmp_path, monkeypatch):
         {"method": "mine.py:right"},
         {"method": "mine.py:right(knee=2)"},
         {"method": "mine.py:positional(knee=2)"},
+        {"method": "mine.py:since_start"},
         {"corrections": "tis,mine.py:keep,veto"},
         {"trust_region": "mine.py:region"},
         {"loss": "mine.py:loss"},
@@ -250,11 +252,18 @@ def test_a_loss_sees_zero_outside_the_tokens_that_take_part():
         train_logprobs=broken,
         anchor_logprobs=broken,
         rollout_logprobs=broken,
+        start_logprobs=broken,
         advantages=broken,
         completion_mask=np.array([[True, False, True]]),
     )
     found, _ = losses.policy_loss(tokens, np.array([[1.0, 1.0, 0.0]]), loss=loss)
     assert float(found.total) == -1.0
     np.testing.assert_array_equal(seen["completion_mask"], [[True, False, False]])
-    for name in ("train_logprobs", "rollout_logprobs", "advantages", "anchor_logprobs"):
+    for name in (
+        "train_logprobs",
+        "rollout_logprobs",
+        "start_logprobs",
+        "advantages",
+        "anchor_logprobs",
+    ):
         np.testing.assert_array_equal(seen[name], [[-1.0, 0.0, 0.0]])

@@ -10,7 +10,7 @@ from tests.support.sampling import counted_rollout
 
 
 @pytest.mark.parametrize(
-    "further", [{}, {"routed_experts": (3, 2)}, {"old_logprobs": (), "token_rewards": ()}]
+    "further", [{}, {"routed_experts": (3, 2)}, {"old_logprobs": (), "teacher_logprobs": ()}]
 )
 def test_the_abstract_batch_is_the_one_that_is_packed(further):
     packing = make_row_shapes(

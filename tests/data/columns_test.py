@@ -75,7 +75,6 @@ def test_a_column_is_one_declaration(monkeypatch, tmp_path, segments, entries):
 def test_columns_that_an_engine_gives_unasked_are_declared():
     episodes = _episodes("old_logprobs", ())
     assert episodes[1].columns["old_logprobs"].tolist() == [0, 0, 0, 100, 101, 102, 103, 104]
-    assert {"teacher_logprobs", "token_rewards"} <= COLUMNS.keys()
 
 
 def test_a_column_of_given_tokens_lacks_the_last_ones():
@@ -114,4 +113,4 @@ def test_the_columns_of_a_run_follow_from_its_config():
     }
     every = RolloutSettings(router_replay=True, lag=1, top_logprobs=5)
     every = dataclasses.replace(Config(), rollout=every, rewards=RewardSettings("math,teacher:m"))
-    assert set(every.columns) == COLUMNS.keys() - {"token_rewards"}
+    assert set(every.columns) == COLUMNS.keys()

@@ -396,8 +396,10 @@ def _converted(
     """Convert arrays, or rows, of a leaf that is on one device to the engine's dtype; fetch them.
 
     Args:
-        leaf: [..., rows, columns], entries under its first `stacked` axes.
-        first, count: which entries, counted over the stacked axes as one.
+        leaf: [..., rows, columns].
+        stacked: number of its first axes that are of entries.
+        first, count: which entries, counted over these axes as one.
+        dtype: the engine's.
         transpose: whether to transpose each array, or the rows.
     """
     if leaf.dtype == jnp.dtype(dtype) and next(iter(leaf.devices())).platform == "cpu":

@@ -31,7 +31,7 @@ class VllmSettings:
         cpu_threads: Threads of the CPU build. More than one is slow on a machine that does anything
             else.
         engine_args: Further arguments of vllm.LLM as a JSON object, such as {"block_size": 64}.
-        adapters: Push LoRA's A and B alone, beside a base that is loaded once (docs/lora.md).
+        adapters: Sync LoRA's A and B alone, beside a base that is loaded once (docs/lora.md).
             False: merged.
         start_timeout_s: Longest start of an engine; the first that takes longer ends the run, a
             later one is tried again.

@@ -3,8 +3,8 @@
     python sidecar.py DESCRIPTOR PARENT
 
 DESCRIPTOR is an inherited end of a socket pair, PARENT the process that started it. The first frame
-says how to build the engine; `engines/sidecar/__init__.py` lists the requests. This file,
-start_checks.py and worker.py alone import torch or vllm; they run under the sidecar's own
+says how to build the engine; `engines/sidecar/__init__.py` lists the requests. Of the
+engine's files this one, start_checks.py and worker.py alone import torch or vllm; they run under the sidecar's own
 interpreter.
 """
 

@@ -223,7 +223,8 @@ class Evidence(Known):
         capped_ratio: mean of min(p / q, 4): like that of p / q at most 1 for tokens sampled from q,
             but no few tokens move it.
         inverse_ratio: mean of q / p.
-        sample_size: effective number of tokens under weights p / q, of `ratio_tokens`.
+        ratio_tokens: tokens in the means of p / q.
+        sample_size: effective number of these tokens under weights p / q.
         surprise: mean of -log p - H; NaN without entropies, as are the next four.
         weighted_surprise: mean of p / q (-log p - H): 0 for tokens sampled from q, whatever p is,
             unless q is cut.

@@ -1,4 +1,5 @@
-"""Sample with one engine, score with another, and measure what `mismatch` needs to name the cause.
+"""Score with one engine what another sampled, and measure what `columns.diagnosis` needs to name the
+cause.
 
 Controlled re-scorings among it: the tokens scored again with one thing changed, to see what
 explains the mismatch.
