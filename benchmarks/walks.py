@@ -31,7 +31,7 @@ _PHASES = {
     "_generate": "generate",
     "finish": "verify",
     "_pack": "pack",
-    "_train_step": "step (tracing)",
+    "train_step": "step (tracing)",
 }
 _KINDS = {
     "Batch": "batch",

@@ -22,7 +22,7 @@ from dcmdp_jax.parallel.mesh import training_mesh
 from dcmdp_jax.parallel.sharding import batch_shardings, replicated
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.state import initial_dual, new_state, train_state_shardings
-from dcmdp_jax.training.step import StepSetup, make_train_step
+from dcmdp_jax.training.step import StepSetup, jit_step, train_step
 from dcmdp_jax.types import Batch
 
 # The peers' sizes: vocabulary, hidden, intermediate, layers, heads, key-value heads, head size.
@@ -142,7 +142,7 @@ def stepper(
         mesh=mesh,
         policy=make_policy(lora),
     )
-    step = make_train_step(parts, shardings)
+    step = jit_step(train_step, parts, shardings)
     state = [jax.jit(create, out_shardings=shardings)()]
     frozen = lora and jax.jit(lambda: init_params(config, key), out_shardings=replicated(mesh))()
 

@@ -23,7 +23,7 @@ from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.models.row_logprobs import RowOutputs
 from dcmdp_jax.training.state import new_state
-from dcmdp_jax.training.step import StepSetup, make_train_step
+from dcmdp_jax.training.step import StepSetup, jit_step, train_step
 from dcmdp_jax.user_files import load_object
 from tests.support.sampling import Rollout
 from tests.support.waiting import HANGS_S
@@ -262,7 +262,7 @@ def test_the_method_on_one_page_is_the_products_step(minimal, monkeypatch, optim
         schedule=schedule,
         mesh=None,
     )
-    step = make_train_step(parts)
+    step = jit_step(train_step, parts)
     dual = dual_init(0.3, tolerance=minimal.TOLERANCE)
     state, metrics, _ = step(
         new_state(jax.tree.map(jnp.copy, params), transform, dual), batch, None

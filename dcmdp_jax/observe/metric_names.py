@@ -187,7 +187,7 @@ dual/tolerance | discrepancy | c, the tolerance for the mean discrepancy, or for
 optimizer/learning_rate | 1 | learning rate of the step's last update
 optimizer/skipped_in_row | updates | skipped updates since the last that was made
 optimizer/loss_scale | 1 | factor of the loss against underflow of float16 gradients
-@training/step.py:_train_step
+@training/step.py:train_step
 dual/violation | discrepancy | mean discrepancy, or the quantile of algorithm.budget, minus c;
     above 0 lambda rises
 @training/step_metrics.py:statistics_metrics

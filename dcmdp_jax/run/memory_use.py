@@ -10,7 +10,7 @@ import bisect
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -60,6 +60,26 @@ that a row may have, by what cuDNN 9.19 took on an H200 for 7 segments a row and
 
 
 @dataclasses.dataclass(frozen=True)
+class _Peak:
+    """The largest use of a location: "device" or "host".
+
+    Attributes:
+        location: the location.
+        label: its name for people.
+        capacity: its bytes; None if unknown.
+        phase: the phase of the largest use.
+        needed: bytes of that use.
+    """
+
+    location: str
+    _: dataclasses.KW_ONLY
+    label: str
+    capacity: int | None
+    phase: str
+    needed: int
+
+
+@dataclasses.dataclass(frozen=True)
 class MemoryUse:
     """The parts of a run, and its machine.
 
@@ -93,28 +113,34 @@ class MemoryUse:
         totals = {phase: self.total(phase, location, certain=certain) for phase in MEMORY_PHASES}
         return max(totals.items(), key=lambda total: total[1])
 
-    def _peaks(self, *, certain: bool = False) -> Iterator[tuple[str, str, int | None, str, int]]:
-        """Each location with memory of its own, its name for people, its bytes; phase and peak."""
+    def _peaks(self, *, certain: bool = False) -> list[_Peak]:
+        """The peak of each location with memory of its own."""
         machine = self.machine
+        places = [("host", "this machine", machine.host_bytes)]
         if machine.platform != "cpu":
-            peak = self.peak("device", certain=certain)
-            yield "device", "each device", machine.device_bytes, *peak
-        yield "host", "this machine", machine.host_bytes, *self.peak("host", certain=certain)
+            places.insert(0, ("device", "each device", machine.device_bytes))
+        peaks = []
+        for location, label, capacity in places:
+            phase, needed = self.peak(location, certain=certain)
+            peaks.append(
+                _Peak(location, label=label, capacity=capacity, phase=phase, needed=needed)
+            )
+        return peaks
 
     def shortages(self, *, certain: bool = False) -> list[str]:
         """A sentence for each location with too little memory: its largest part, what to lower."""
         sentences = []
         at_least = "at least " if certain else ""
-        for location, label, capacity, phase, needed in self._peaks(certain=certain):
-            if capacity is None or needed <= capacity:
+        for peak in self._peaks(certain=certain):
+            if peak.capacity is None or peak.needed <= peak.capacity:
                 continue
-            components = self._parts_in(phase, certain=certain)
+            components = self._parts_in(peak.phase, certain=certain)
             adjustable = [component for component in components if component.lower]
-            largest = max(adjustable, key=lambda component: component.on(location))
+            largest = max(adjustable, key=lambda component: component.on(peak.location))
             sentences.append(
-                f"{label} has {capacity / _GIB:.1f} GiB and the phase {phase!r} takes "
-                f"{at_least}{needed / _GIB:.1f}, of which {largest.name} "
-                f"{largest.on(location) / _GIB:.1f}; smaller with {largest.lower}"
+                f"{peak.label} has {peak.capacity / _GIB:.1f} GiB and the phase {peak.phase!r} "
+                f"takes {at_least}{peak.needed / _GIB:.1f}, of which {largest.name} "
+                f"{largest.on(peak.location) / _GIB:.1f}; smaller with {largest.lower}"
             )
         return sentences
 
@@ -135,28 +161,30 @@ class MemoryUse:
             full: the table in any case.
         """
         uses = []
-        for _, label, capacity, _, needed in self._peaks():
-            if full or capacity is None or 2 * needed > capacity:
+        for peak in self._peaks():
+            if full or peak.capacity is None or 2 * peak.needed > peak.capacity:
                 return self.table()
-            uses.append(f"{needed / _GIB:.1f} of {capacity / _GIB:.1f} GiB of {label}")
+            free = f"{peak.capacity / _GIB:.1f} GiB of {peak.label}"
+            uses.append(f"{peak.needed / _GIB:.1f} of {free}")
         return [f"{', '.join(uses)} (--dry-run lists the parts)", *filter(None, [self.note])]
 
     def table(self) -> list[str]:
         """The largest phase of each location, its parts (~ at most), what does not fit."""
         lines = []
-        for location, label, capacity, phase, needed in self._peaks():
+        for peak in self._peaks():
             unit = _GIB
             unit_name = "GiB"
-            if needed < _GIB:
+            if peak.needed < _GIB:
                 unit = 2**20
                 unit_name = "MiB"
-            available = "" if capacity is None else f" of {capacity / unit:,.2f}"
+            available = "" if peak.capacity is None else f" of {peak.capacity / unit:,.2f}"
             lines.append(
-                f"{label}: {needed / unit:,.2f}{available} {unit_name}, in the phase {phase!r}"
+                f"{peak.label}: {peak.needed / unit:,.2f}{available} {unit_name}, in the phase "
+                f"{peak.phase!r}"
             )
             rows = []
-            for component in self._parts_in(phase, certain=False):
-                size = component.on(location)
+            for component in self._parts_in(peak.phase, certain=False):
+                size = component.on(peak.location)
                 if size:
                     mark = "" if component.certain else "~"
                     rows.append((f"  {mark}{component.name}", f"{size / unit:,.2f}"))

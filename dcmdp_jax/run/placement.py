@@ -100,17 +100,17 @@ def trainable_engine(config: Config) -> tuple[EngineKind, str]:
 
 def place(
     task: Task,
-    kind: EngineKind,
-    platform: str,
-    hosts: Hosts = ONE_PROCESS,
     *,
+    kind: EngineKind,
+    engine_platform: str,
+    hosts: Hosts = ONE_PROCESS,
     fitted_rows: int = 0,
 ) -> Placement:
     """Start JAX's devices, check settings and model against them, fit the run into memory.
 
     Args:
         task: model and prompts.
-        kind, platform: see `trainable_engine`.
+        kind, engine_platform: see `trainable_engine`.
         hosts: the processes of the run.
         fitted_rows: rows that an earlier start fitted into memory; 0 finds them.
 
@@ -123,7 +123,7 @@ def place(
         kind,
         hosts.index,
         model=task.model,
-        platform=platform,
+        platform=engine_platform,
     )
     if kind.takes_adapters(engine.settings):
         engine = dataclasses.replace(engine, lora=task.lora)

@@ -47,11 +47,17 @@ class Run:
             if project:
                 trackers.require_tracker(kind, project)
         rows = fitted_rows(config)
-        engine = trainable_engine(config)
+        kind, engine_platform = trainable_engine(config)
         # Hosts may be in several time zones, and start at midnight.
         started = hosts.gather(first_start(Path(config.run_dir)).isoformat())[0]
         task = read_task(config, datetime.fromisoformat(started))
-        placement = place(task, *engine, hosts, fitted_rows=rows)
+        placement = place(
+            task,
+            kind=kind,
+            engine_platform=engine_platform,
+            hosts=hosts,
+            fitted_rows=rows,
+        )
         placement.engine.memory.check()
         shardings = model_shardings(task.model, placement.mesh)
         weights = Weights(

@@ -1,6 +1,5 @@
 """Parameters that a run starts from (policy, adapters' base, reference), or of a checkpoint."""
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -243,7 +242,8 @@ class Weights:
     @property
     def saves_initial(self) -> bool:
         """Whether the run writes its initial policy to its directory."""
-        return self.has_kl or self.task.lora is not None and self.frozen_path == self.reference
+        has_own_base = self.task.lora is not None and self.frozen_path == self.reference
+        return self.has_kl or has_own_base
 
     @property
     def frozen_path(self) -> Path:
@@ -262,7 +262,8 @@ class Weights:
             hf_weights.save_params(params, model, self.reference, dtype=dtype, overwrite=True)
         else:
             # Process 0 writes the tensors; the others have parts of them.
-            collections.deque(hf_weights.iterate_hf_tensors(params, model, dtype), maxlen=0)
+            for _ in hf_weights.iterate_hf_tensors(params, model, dtype):
+                pass
         hosts.wait_for_all()
 
     def frozen(self) -> Params:

@@ -258,7 +258,8 @@ class Batches:
                 future.result()
         with timer.phase("weight_sync"):
             if self._synced is None or self._synced[0] != step:
-                synced, merge_metrics = self.session.programs.merged(params, self.session.frozen)
+                sync = self.session.programs.sync
+                synced, merge_metrics = sync.merged(params, self.session.frozen)
                 metrics = {
                     **self.services.engine.sync_weights(synced, step),
                     **jax.device_get(merge_metrics),
@@ -291,10 +292,7 @@ class Batches:
             if floor >= 0:
                 metrics["mismatch/noise_floor"] = floor
         if self._lag:
-            # Idle since the end of the batch before, if there was one.
-            began = sampled.timer.spans[0][0]
-            metrics["time/engine_idle"] = max(0.0, began - (self._sampled_until or began))
-            self._sampled_until = sampled.timer.spans[-1][1]
+            metrics["time/engine_idle"] = self._idle_seconds(sampled.timer)
 
         version = max(0, step - self._lag)
         with timer.phase("step"):
@@ -313,6 +311,16 @@ class Batches:
             metrics=metrics,
             scored=scored_again,
         )
+
+    def _idle_seconds(self, sampling: PhaseTimer) -> float:
+        """Seconds from the end of the batch before to the start of this one; 0 for the first."""
+        start, _ = sampling.spans[0]
+        _, end = sampling.spans[-1]
+        idle = 0.0
+        if self._sampled_until is not None:
+            idle = max(0.0, start - self._sampled_until)
+        self._sampled_until = end
+        return idle
 
     @contextlib.contextmanager
     def _waiting(self, timer: PhaseTimer) -> Iterator[None]:

@@ -100,7 +100,7 @@ class CollectiveExit:
         ) from failure
 
 
-class ThreadExit(CollectiveExit):
+class ThreadExit:
     """Exit of work in a thread, for which the main thread waits within its own `scope`.
 
     Attributes:
@@ -117,8 +117,9 @@ class ThreadExit(CollectiveExit):
             raise ExitRequested
         self._exit.check()
 
-    scope = staticmethod(contextlib.nullcontext)
-    """Run a block; nothing collective is called."""
+    def scope(self) -> contextlib.nullcontext[None]:
+        """Run a block; nothing collective is called."""
+        return contextlib.nullcontext()
 
 
 class StopSignal:

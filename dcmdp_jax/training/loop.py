@@ -60,9 +60,9 @@ def _train(session: TrainingSession, step_batches: Batches) -> None:
         step_batch = step_batches.make(state, step, timer)
         with timer.phase("step"), jax.transfer_guard("disallow"):
             # The step donates the state: what is compared with the new weights is kept.
-            weights_before = programs.watched(state.params)
+            weights_before = programs.sync.watched(state.params)
             state, metrics, recorded = programs.train_step(state, step_batch.batch, session.frozen)
-            metrics |= programs.arrival(weights_before, state.params)
+            metrics |= programs.sync.arrival(weights_before, state.params)
             metrics, discrepancy = jax.device_get((metrics, recorded.discrepancy))
         step += 1
 

@@ -66,7 +66,8 @@ class StepRollout:
     @property
     def groups(self) -> np.ndarray:
         """[B] the groups of the batch, ascending: the first that differ, then others."""
-        return np.sort(np.argsort(~self.differing, kind="stable")[: self.batch_groups])
+        differing_first = np.argsort(~self.differing, kind="stable")
+        return np.sort(differing_first[: self.batch_groups])
 
     @property
     def rows(self) -> np.ndarray:
@@ -125,7 +126,7 @@ class StepRollouts:
     services: Services
     task: Task
     hosts: Hosts
-    leave: exit.CollectiveExit
+    leave: exit.CollectiveExit | exit.ThreadExit
     collective: bool = True
 
     def __post_init__(self) -> None:

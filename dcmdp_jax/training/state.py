@@ -71,7 +71,8 @@ def measure_tolerance(
     if not np.any(np.isfinite(means)):
         return np.float32(settings.tolerance)
     floor_steps, floors = series.get("mismatch/noise_floor", ((), ()))
-    latest_floors = np.append(0.0, floors)[np.searchsorted(floor_steps, steps, side="right")]
+    measured_so_far = np.searchsorted(floor_steps, steps, side="right")
+    latest_floors = np.append(0.0, floors)[measured_so_far]
     measure = jax.jit(functools.partial(measured_tolerance, factor=settings.tolerance_factor))
     return np.float32(measure(np.float32(means), np.float32(latest_floors)))
 

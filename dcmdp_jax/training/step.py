@@ -169,10 +169,36 @@ class _Sums(NamedTuple):
 StepResult = tuple[TrainState, Metrics, RecordedTokens]
 
 
-def make_train_step(
-    setup: StepSetup, shardings: TrainState | None = None
+def jit_step(
+    step: Callable[..., StepResult], setup: StepSetup, shardings: TrainState | None = None
 ) -> Callable[[TrainState, Batch, Params | None], StepResult]:
-    """The jitted training step; the state is donated.
+    """Jit `train_step` for a setup; the state is donated.
+
+    Args:
+        step: `train_step`, or a function like it.
+        setup: its first argument.
+        shardings: the state's, in and out, for one cache entry; None on one device.
+    """
+    out_shardings = None
+    if shardings is not None:
+        # All but the state is replicated, so that each process of several can read it.
+        everywhere = replicated(setup.mesh)
+        out_shardings = (shardings, everywhere, everywhere)
+    return jax.jit(
+        functools.partial(step, setup),
+        donate_argnums=0,
+        compiler_options=compiler_options(platform_of(setup.mesh)),
+        out_shardings=out_shardings,
+    )
+
+
+def train_step(
+    setup: StepSetup,
+    state: TrainState,
+    batch: Batch,
+    frozen: Params | None,
+) -> StepResult:
+    """Do the optimizer updates of one step and update the multiplier (Algorithm 1).
 
     An update whose gradient norm, loss or advantages are not finite leaves parameters and optimizer
     as they were and is counted in `optimizer/skipped_updates` and `TrainState.skipped_in_row`. The
@@ -182,38 +208,14 @@ def make_train_step(
 
     Args:
         setup: the method, the model and the optimizer.
-        shardings: the state's, in and out, for one cache entry; None on one device.
+        state: parameters, optimizer, multiplier.
+        batch: the mini-batches of the step.
+        frozen: base of the adapters or reference policy; None without both.
 
     Returns:
-        step(state, batch, frozen) -> the state after it; metrics, [] float32, named as in
-        observe/metric_names.py; and `RecordedTokens`. `frozen` is None without adapters and KL.
-
-    Raises:
-        UserError: in one line, for a function of a user that can't be loaded.
+        The state after it; metrics, [] float32, named as in observe/metric_names.py; and the tokens
+        that are recorded.
     """
-    # Loaded here, so that a function of a user that can't be loaded fails before the first step.
-    _ = setup.remedies
-
-    out_shardings = None
-    if shardings is not None:
-        # All but the state is replicated, so that each process of several can read it.
-        everywhere = replicated(setup.mesh)
-        out_shardings = (shardings, everywhere, everywhere)
-    return jax.jit(
-        functools.partial(_train_step, setup),
-        donate_argnums=0,
-        compiler_options=compiler_options(platform_of(setup.mesh)),
-        out_shardings=out_shardings,
-    )
-
-
-def _train_step(
-    setup: StepSetup,
-    state: TrainState,
-    batch: Batch,
-    frozen: Params | None,
-) -> StepResult:
-    """Do the optimizer updates of one step and update the multiplier (Algorithm 1)."""
     with products.products_in(setup.compute_dtype):
         settings = setup.settings
         with jax.named_scope(RECOMPUTE):
@@ -255,7 +257,8 @@ def _recompute(setup: StepSetup, params: Params, batch: Batch) -> Batch:
     """
     settings = setup.settings
     lagging = lags(batch.rows[0])
-    first_needs_pass = setup.always_recompute or settings.level == "reward" and not lagging
+    penalty_needs_pass = settings.level == "reward" and not lagging
+    first_needs_pass = setup.always_recompute or penalty_needs_pass
     others_need_pass = (
         settings.ratio_denominator != "bypass" or lagging or bool(setup.token_rewards)
     )

@@ -22,8 +22,26 @@ from dcmdp_jax.training import objective
 from dcmdp_jax.training.optimizer import initial_loss_scale, make_optimizer, make_schedule
 from dcmdp_jax.training.rescore import OLD_LOGPROBS, make_old_logprobs, make_rescore
 from dcmdp_jax.training.state import initial_dual, new_state, train_state_shardings
-from dcmdp_jax.training.step import StepSetup, make_train_step
+from dcmdp_jax.training.step import StepSetup, jit_step, train_step
 from dcmdp_jax.types import Array, Batch, DualState, Params, TrainState
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SyncPrograms:
+    """What a weight sync needs: the parameters for the engine, and how much of an update arrives.
+
+    Attributes:
+        merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see
+            `lora`. `Adapted` for an engine that takes adapters.
+        watched: (trained parameters) -> the columns to compare; none of adapters, which `merged`
+            measures.
+        arrival: (watched, trained parameters) -> metrics, how much of an update is left after the
+            engine's rounding.
+    """
+
+    merged: Callable[[Params, Params | None], tuple[Params, objective.Metrics]]
+    watched: Callable[[Params], list[Array]]
+    arrival: Callable[[list[Array], Params], objective.Metrics]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -34,18 +52,13 @@ class StepPrograms:
         create: (parameters, dual state) -> a fresh state.
         arguments: state, batch and frozen parameters of the step: shapes, dtypes and shardings.
         shardings: shardings of the state.
-        train_step: see `make_train_step`; compiled by `compile_ahead`, else at its first call.
+        train_step: see `step.train_step`; compiled by `compile_ahead`, else at its first call.
         rescore: with rollout.precision=exact, puts the training stack's log-probs in place of the
             sampler's; else None.
         old_logprobs: adds the log-probs under the weights that sampled, with rollout.lag; in
             `dcmdp sft` under any weights, for the held-out loss; else None.
         setup: what the step is made of.
-        watched: (trained parameters) -> the columns to compare; none of adapters, which `merged`
-            measures.
-        arrival: (watched, trained parameters) -> metrics, how much of an update is left after the
-            engine's rounding.
-        merged: (trained, frozen parameters) -> those for an engine, and metrics of the merge; see
-            `lora`. `Adapted` for an engine that takes adapters.
+        sync: what a weight sync needs.
     """
 
     create: Callable[[Params, DualState], TrainState]
@@ -55,9 +68,7 @@ class StepPrograms:
     rescore: Callable | None
     old_logprobs: Callable | None
     setup: StepSetup
-    merged: Callable[[Params, Params | None], tuple[Params, objective.Metrics]]
-    watched: Callable[[Params], list[Array]]
-    arrival: Callable[[list[Array], Params], objective.Metrics]
+    sync: SyncPrograms
 
     def compile_ahead(self, hosts: Hosts) -> Callable[[], None]:
         """Compile the step and the passes before it, while weights are read and the engine samples.
@@ -113,51 +124,25 @@ def make_step_programs(
         placement: devices, computation and shapes of a batch.
         lora: shape of the adapters; None trains all parameters.
     """
-    compute = placement.compute
     mesh = placement.mesh
-    model_settings = config.model
-    rollout = config.rollout
-    schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
-    optimizer = make_optimizer(config.optimizer, schedule)
-    loss_scale = initial_loss_scale(model_settings.compute_dtype)
-    dual = initial_dual(config.algorithm)
+    setup = step_setup(config, model, placement, lora)
+    loss_scale = initial_loss_scale(setup.compute_dtype)
 
     def fresh(params: Params, dual: DualState) -> TrainState:
-        return new_state(params, optimizer, dual, loss_scale)
+        return new_state(params, setup.optimizer, dual, loss_scale)
 
-    shapes = declared_shapes(trained(model, lora), model_settings.param_dtype)
-    state = jax.eval_shape(fresh, shapes, dual)
+    shapes = declared_shapes(trained(model, lora), config.model.param_dtype)
+    state = jax.eval_shape(fresh, shapes, initial_dual(config.algorithm))
     shardings = train_state_shardings(state, model, mesh, lora)
-    exact = rollout.precision == "exact"
-    row_logprobs = make_row_logprobs(
-        model,
-        compute,
-        temperature=rollout.temperature,
-        mesh=mesh,
-        scheme=placement.scheme,
-        head_dtype=model_settings.head_dtype,
-        top_gradient=config.algorithm.differentiates_head,
-        cut=rollout.cuts,
-    )
-    setup = StepSetup(
-        row_logprobs=row_logprobs,
-        compute_dtype=compute.dtype,
-        settings=config.algorithm,
-        max_completion_tokens=rollout.max_completion_tokens,
-        optimizer=optimizer,
-        schedule=schedule,
-        mesh=mesh,
-        always_recompute=exact,
-        record_tokens=config.observe.rollouts_every_steps > 0,
-        policy=make_policy(lora),
-        token_rewards=objective.distillation(*config.teacher),
-    )
     batch = packing.abstract_batch(placement.packing, placement.columns)
+
+    rescore = None
+    if setup.always_recompute:
+        rescore = make_rescore(setup.row_logprobs, mesh=mesh)
     old_logprobs = None
-    if rollout.lag:
-        old_logprobs = make_old_logprobs(row_logprobs, mesh=mesh)
-    quantized = quantized_leaves(model)
-    programs = StepPrograms(
+    if config.rollout.lag:
+        old_logprobs = make_old_logprobs(setup.row_logprobs, mesh=mesh)
+    return StepPrograms(
         create=jax.jit(fresh, out_shardings=shardings),
         arguments=(
             sharded(state, shardings),
@@ -165,23 +150,60 @@ def make_step_programs(
             placement.frozen,
         ),
         shardings=shardings,
-        train_step=make_train_step(setup, shardings),
-        rescore=make_rescore(row_logprobs, mesh=mesh) if exact else None,
+        train_step=jit_step(train_step, setup, shardings),
+        rescore=rescore,
         old_logprobs=old_logprobs,
         setup=setup,
+        sync=sync_programs(config, model, placement, lora),
+    )
+
+
+def step_setup(
+    config: Config, model: ModelConfig, placement: Placement, lora: Lora | None
+) -> StepSetup:
+    """What the step is made of, by the settings."""
+    rollout = config.rollout
+    exact = rollout.precision == "exact"
+    schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
+    return StepSetup(
+        row_logprobs=make_row_logprobs(
+            model,
+            placement.compute,
+            temperature=rollout.temperature,
+            mesh=placement.mesh,
+            scheme=placement.scheme,
+            head_dtype=config.model.head_dtype,
+            top_gradient=config.algorithm.differentiates_head,
+            cut=rollout.cuts,
+        ),
+        compute_dtype=placement.compute.dtype,
+        settings=config.algorithm,
+        max_completion_tokens=rollout.max_completion_tokens,
+        optimizer=make_optimizer(config.optimizer, schedule),
+        schedule=schedule,
+        mesh=placement.mesh,
+        always_recompute=exact,
+        record_tokens=config.observe.rollouts_every_steps > 0,
+        policy=make_policy(lora),
+        token_rewards=objective.distillation(*config.teacher),
+    )
+
+
+def sync_programs(
+    config: Config, model: ModelConfig, placement: Placement, lora: Lora | None
+) -> SyncPrograms:
+    """The programs of a weight sync, by the settings."""
+    precision = config.rollout.precision
+    if lora is not None:
+        apart = placement.engine.arguments.lora is not None
+        return SyncPrograms(
+            merged=make_merge(lora, precision, apart=apart),
+            watched=lambda _: [],
+            arrival=lambda *_: {},
+        )
+    quantized = quantized_leaves(model)
+    return SyncPrograms(
         merged=lambda params, _: (params, {}),
         watched=jax.jit(functools.partial(watched_columns, quantized=quantized)),
-        arrival=jax.jit(
-            functools.partial(arrival, quantized=quantized, precision=rollout.precision)
-        ),
-    )
-    if lora is None:
-        return programs
-    return dataclasses.replace(
-        programs,
-        merged=make_merge(
-            lora, rollout.precision, apart=placement.engine.arguments.lora is not None
-        ),
-        watched=lambda _: [],
-        arrival=lambda *_: {},
+        arrival=jax.jit(functools.partial(arrival, quantized=quantized, precision=precision)),
     )

@@ -110,7 +110,7 @@ def test_runs_in_one_process_are_those_of_processes_and_are_kept_as_they_come(tm
     study.write_text(_HEAD + _LIKE)
     program = (
         "import sys; from dcmdp_jax.training import step_programs\nmade, make = [], "
-        "step_programs.make_train_step\nstep_programs.make_train_step = lambda *parts: made.append(1) or "
+        "step_programs.jit_step\nstep_programs.jit_step = lambda *parts: made.append(1) or "
         "make(*parts)\nfrom research import sweep; code = sweep.main(sys.argv); print('made', "
         "len(made)); sys.exit(code)"
     )

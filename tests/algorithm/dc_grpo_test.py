@@ -19,7 +19,7 @@ from dcmdp_jax.data.packing import pack
 from dcmdp_jax.data.row_layout import make_row_shapes
 from dcmdp_jax.models.row_logprobs import RowOutputs
 from dcmdp_jax.training.state import new_state
-from dcmdp_jax.training.step import StepSetup, make_train_step
+from dcmdp_jax.training.step import StepSetup, jit_step, train_step
 from tests.support import step_runs
 from tests.support.sampling import Rollout
 
@@ -263,7 +263,7 @@ def _packed_step(data, clip_high):
         schedule=schedule,
         mesh=None,
     )
-    step = make_train_step(parts)
+    step = jit_step(train_step, parts)
     params = {"table": jnp.asarray(tables["train_logprobs"])}
     state = new_state(params, optimizer, dual_init(0.4, tolerance=0.05))
     state, metrics, _ = step(state, batch, None)

@@ -25,7 +25,7 @@ from dcmdp_jax.parallel.sharding import batch_shardings
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.rescore import make_rescore
 from dcmdp_jax.training.state import initial_dual, new_state, train_state_shardings
-from dcmdp_jax.training.step import StepSetup, make_train_step
+from dcmdp_jax.training.step import StepSetup, jit_step, train_step
 from dcmdp_jax.types import Rows
 from tests.support.sampling import Rollout
 
@@ -115,7 +115,7 @@ def programs(settings, mini_batches, mesh, compute, exact, **options):
     )
     update = dict(settings=settings, optimizer=transform, schedule=schedule, always_recompute=exact)
     parts = StepSetup(**model, **update)
-    step = make_train_step(parts, shardings)
+    step = jit_step(train_step, parts, shardings)
     return jax.jit(fresh, out_shardings=shardings), step, make_rescore(row_logprobs, mesh=mesh)
 
 

@@ -86,7 +86,7 @@ def _batches(monkeypatch, *, lag, beside, steps=5, taken=100, hosts=ONE_PROCESS,
     placement = small_placement(hosts=hosts, samples_while_training=beside)
     programs = SimpleNamespace(
         setup=SimpleNamespace(policy=lambda params, _: params),
-        merged=lambda params, _: (params, {}),
+        sync=SimpleNamespace(merged=lambda params, _: (params, {})),
         shardings=SimpleNamespace(params={"a": SingleDeviceSharding(jax.devices()[0])}),
         rescore=None,
         old_logprobs=lambda params, batch: float(params["a"][0]),
@@ -221,7 +221,7 @@ def test_a_batch_has_the_tokens_log_probs_and_rewards_of_what_its_version_sample
     task = small_task(training={"prompts_per_step": 2, "prompts_per_mini_batch": 2, "seed": 5})
     programs = SimpleNamespace(
         setup=SimpleNamespace(policy=lambda params, _: params),
-        merged=lambda params, _: (params, {}),
+        sync=SimpleNamespace(merged=lambda params, _: (params, {})),
         shardings=SimpleNamespace(params={"a": SingleDeviceSharding(jax.devices()[0])}),
         rescore=None,
     )

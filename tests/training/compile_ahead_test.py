@@ -93,14 +93,14 @@ def test_processes_wait_for_what_main_threads_compile_and_for_nothing_else(monke
                 "rollout.lag=1",
                 "rollout.top_logprobs=4",
             ),
-            {"_train_step": "the step", "rescore": "rescore", "old_logprobs": "old_logprobs"},
+            {"train_step": "the step", "rescore": "rescore", "old_logprobs": "old_logprobs"},
         ),
         # The step gets frozen parameters, which nobody has read when it compiles.
-        (("algorithm.kl_coefficient=0.1",), {"_train_step": "the step"}),
-        (("model.lora_rank=4", "model.lora_base=int8"), {"_train_step": "the step"}),
+        (("algorithm.kl_coefficient=0.1",), {"train_step": "the step"}),
+        (("model.lora_rank=4", "model.lora_base=int8"), {"train_step": "the step"}),
         (
             ("model.lora_rank=4", "algorithm.kl_coefficient=0.1", "mesh.cpu_devices=2"),
-            {"_train_step": "the step"},
+            {"train_step": "the step"},
         ),
     ],
 )

@@ -17,7 +17,7 @@ from dcmdp_jax.training.optimizer import (
     make_schedule,
 )
 from dcmdp_jax.training.state import initial_dual, new_state
-from dcmdp_jax.training.step import StepSetup, make_train_step
+from dcmdp_jax.training.step import StepSetup, jit_step, train_step
 from dcmdp_jax.types import LossScale
 from tests.support.sampling import local_engine
 from tests.support.step_runs import (
@@ -72,7 +72,7 @@ def _step(dtype):
         schedule=schedule,
         mesh=None,
     )
-    return make_train_step(parts)
+    return jit_step(train_step, parts)
 
 
 def _run(dtype, loss_scale=None, rollout=None, steps=1):

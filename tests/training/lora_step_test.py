@@ -22,7 +22,7 @@ from dcmdp_jax.parallel.mesh import make_mesh
 from dcmdp_jax.parallel.sharding import param_shardings
 from dcmdp_jax.training.optimizer import make_optimizer, make_schedule
 from dcmdp_jax.training.state import initial_dual, new_state, train_state_shardings
-from dcmdp_jax.training.step import StepSetup, make_train_step
+from dcmdp_jax.training.step import StepSetup, jit_step, train_step
 from tests.support.step_runs import (
     ALGORITHM,
     LIMIT,
@@ -90,7 +90,7 @@ def _run(
     )
     state = jax.jit(fresh, out_shardings=shardings)(jax.tree.map(jnp.copy, params))
     batch = packed_batch(cut or make_rollout(), mini_batches, mesh, tokens=64)
-    step = make_train_step(parts, shardings)
+    step = jit_step(train_step, parts, shardings)
     history = []
     for _ in range(steps):
         state, metrics, _ = step(state, batch, frozen)

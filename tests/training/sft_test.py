@@ -3,8 +3,10 @@
 Killed runs go on exactly.
 """
 
+import dataclasses
 import json
 import signal
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -14,8 +16,8 @@ from dcmdp_jax.commands.flags import load_config
 from dcmdp_jax.config.load import for_supervision
 from dcmdp_jax.data.arithmetic import build_tokenizer
 from dcmdp_jax.run.run import Run
+from dcmdp_jax.training.conversation_batches import Conversations
 from dcmdp_jax.training.rescore import make_old_logprobs
-from dcmdp_jax.training.sft import Conversations
 from dcmdp_jax.training.state import initial_dual
 from dcmdp_jax.training.step_programs import make_step_programs
 from tests.support.runs import finish, read_digests, read_records, start
@@ -95,8 +97,17 @@ def _conversations(rows, directory, segments):
     run = Run.check(config)
     programs = make_step_programs(config, run.task.model, run.placement)
     state = programs.create(run.weights.initial(), initial_dual(config.algorithm))
-    conversations = Conversations(task=run.task, placement=run.placement, training=config.training)
-    return conversations, programs, state
+    setup = programs.setup
+    old_logprobs = make_old_logprobs(setup.row_logprobs, mesh=setup.mesh)
+    session = SimpleNamespace(
+        run=run,
+        config=config,
+        programs=dataclasses.replace(programs, old_logprobs=old_logprobs),
+        state=state,
+        frozen=None,
+        leave_if_asked=lambda: None,
+    )
+    return Conversations(session), run.task, programs, state
 
 
 def _trained(conversations, programs, state):
@@ -121,11 +132,9 @@ def test_the_loss_is_that_of_transformers_packed_or_not(rows, tmp_path, kind):
     model = _model(tmp_path / "model", kind)
     results = {}
     for segments in (1, 6):
-        conversations, programs, state = _conversations(rows, tmp_path / "model", segments)
-        train = conversations.task.train
-        setup = programs.setup
-        old_logprobs = make_old_logprobs(setup.row_logprobs, mesh=setup.mesh)
-        held = conversations.mean_loss(old_logprobs, state.params, train, lambda: None)
+        conversations, task, programs, state = _conversations(rows, tmp_path / "model", segments)
+        train = task.train
+        held = conversations.mean_loss(train)
         results[segments] = held, *_trained(conversations, programs, state)
     total = 0.0
     count = 0
