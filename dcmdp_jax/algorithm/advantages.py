@@ -38,7 +38,7 @@ def group_advantages(
     nothing but the rounding of the rewards.
 
     Args:
-        rewards: of each of N completions.
+        rewards: of each of N completions; below 1e18 in size, as their squares are summed.
         group_ids: in 0 .. N-1, which prompt a completion answers; members need not be adjacent.
         valid: false: padding or dropped, gets 0 and does not enter its group's statistics. None:
             all are.
@@ -60,11 +60,13 @@ def group_advantages(
     require_same_shape(rewards=rewards, group_ids=group_ids)
     _require_group_ids(group_ids)
     if valid is None:
-        valid = jnp.ones(jnp.shape(rewards), bool)
+        valid = jnp.ones(np.shape(rewards), bool)
     valid = jnp.asarray(valid, bool)
     table = group_statistics(rewards, group_ids, valid, ddof=ddof)
 
     group_ids = jnp.asarray(group_ids)
+    # Of 8 and 16 bits as well: N may be beyond them.
+    group_ids = group_ids.astype(jnp.promote_types(group_ids.dtype, jnp.int32))
     outside = valid & ((group_ids < 0) | (group_ids >= len(table.size)))
     group_ids = group_ids.astype(jnp.int32)
     scale = 1.0
@@ -132,7 +134,7 @@ def has_signal(
 
     This is dynamic sampling as a mask (DAPO, Yu et al. 2025). The others are left out of the loss;
     `refill_rounds` samples further groups in their place, as DAPO does. Arguments as in
-    `group_advantages`.
+    `group_advantages`; a group without a valid member counts as one whose rewards differ.
     """
     table = group_statistics(rewards, group_ids, valid, ddof=0)
     return ~table.all_equal[jnp.asarray(group_ids, jnp.int32)]

@@ -17,7 +17,7 @@ from dcmdp_jax.algorithm.require import (
     concrete,
     require_gradient,
     require_logprobs,
-    require_number,
+    require_multiplier_range,
     require_option,
     require_rank,
     require_same_shape,
@@ -111,7 +111,8 @@ def dc_grpo_loss(
             DAPO) or "fixed_length" (sum over T_max, Dr. GRPO); see
             `dcmdp_jax.algorithm.losses.aggregation_weights`.
         max_completion_tokens: T_max, the sampling limit; needed by "fixed_length" alone.
-        measure, sided: options of `token_discrepancy`: "diff", "ratio" or "log"; "two" or "one".
+        measure, sided: options of `token_discrepancy`: "diff", "ratio", "log" or "logit"; "two" or
+            "one".
         ddof, epsilon: options of `group_advantages`: the unbiased deviation and 1e-6 by default.
 
     Returns:
@@ -121,8 +122,8 @@ def dc_grpo_loss(
     Raises:
         ValueError: in one line that names the argument. Always: shapes or ranks that disagree,
             log-probs that are no floats, `train_logprobs` in float16, whose gradient would
-            overflow, group ids that are no integers, unknown options, numbers out of range. Of
-            values only where they are known, so not of arguments traced by jit or vmap: a NaN or
+            overflow, group ids that are no integers, unknown options. Of values only where they are
+            known, so not of arguments traced by jit or vmap: numbers out of range, a NaN or
             +inf in a log-prob under the mask, a reward that is not finite or 1e18 and more,
             probabilities in place of log-probs, a mask with other values than 0 and 1, a completion
             without a token, a group of one, a group id outside 0 .. N-1, a negative multiplier.
@@ -138,8 +139,7 @@ def dc_grpo_loss(
     rewards = _numbers("rewards", rewards)
     group_ids = _numbers("group_ids", group_ids)
     require_option("aggregation", aggregation, get_args(losses.Aggregation))
-    require_number("multiplier_min", multiplier_min, minimum=0)
-    require_number("multiplier_max", multiplier_max, minimum=multiplier_min)
+    require_multiplier_range(multiplier_min, multiplier_max)
     _require_arrays(logprobs, completion_mask, rewards, group_ids)
     _require_values(logprobs, completion_mask, rewards, group_ids)
 
@@ -209,6 +209,8 @@ def _numbers(name: str, value: Any) -> Array:
         raise ValueError(
             f"{name} is a list of lists that differ in length; pad them, and mask the padding"
         ) from None
+    except TypeError as error:
+        raise ValueError(f"{name} can't be read by NumPy: {error}") from None
     except RuntimeError:
         raise ValueError(
             f"{name} is a torch tensor with a gradient, which jax can't follow; use "

@@ -159,8 +159,8 @@ def completions_over_tolerance(
         tolerance: c, in the measure's unit.
 
     Returns:
-        Unreduced; completions without a token in this call are not counted. Calls on different rows
-        add.
+        Unreduced; completions without a token in this call are not counted, and a mean that is NaN
+        does not exceed c. Calls on different rows add.
 
     Raises:
         ValueError: if the shapes differ or `tolerance` is a negative Python number.

@@ -7,7 +7,7 @@ says how much larger the true value can be. With k = V there is no tail, and the
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from dcmdp_jax.algorithm.remedies import (
     require_tokens,
     split,
 )
-from dcmdp_jax.algorithm.require import require_gradient, require_same_shape
+from dcmdp_jax.algorithm.require import require_gradient, require_option, require_same_shape
 from dcmdp_jax.types import Array
 
 LEAST_TAIL = 1e-6
@@ -238,9 +238,10 @@ def centering_loss(
         `head.train_logprobs`.
 
     Raises:
-        ValueError: if the shapes of tokens, weights or head differ.
+        ValueError: if the shapes of tokens, weights or head differ, or `ratio_level` is unknown.
     """
     require_tokens(tokens)
+    require_option("ratio_level", ratio_level, get_args(Level))
     require_same_shape(weights=weights, completion_mask=tokens.completion_mask)
     require_head(head, tokens.completion_mask)
     active = jnp.asarray(tokens.completion_mask, bool) & (weights != 0)

@@ -12,7 +12,7 @@ from jaxtyping import Float
 from dcmdp_jax.algorithm import masked
 from dcmdp_jax.algorithm.require import (
     concrete,
-    require_number,
+    require_multiplier_range,
     require_rank,
     require_same_shape,
     require_sizes,
@@ -89,12 +89,8 @@ def dual_update(
         multiplier=multiplier,
         tolerance=tolerance,
         dual_learning_rate=dual_learning_rate,
-        multiplier_min=multiplier_min,
     )
-    least_maximum = multiplier_min
-    if isinstance(multiplier_min, jax.Array):
-        least_maximum = 0
-    require_number("multiplier_max", multiplier_max, minimum=least_maximum)
+    require_multiplier_range(multiplier_min, multiplier_max)
 
     dtype = jnp.result_type(jnp.float32, multiplier, mean_discrepancy)
     multiplier, mean_discrepancy, tolerance, dual_learning_rate = (

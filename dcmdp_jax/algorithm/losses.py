@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.lax import stop_gradient
 from jaxtyping import Bool, Float, Int, Shaped
 
@@ -171,9 +172,10 @@ def policy_loss(
         `policy/ratio_min`, by metric name.
 
     Raises:
-        ValueError: if the shapes differ, or the loss refuses a parameter.
+        ValueError: if the shapes differ, `ratio_level` is unknown, or the loss refuses a parameter.
     """
     require_tokens(tokens)
+    require_option("ratio_level", ratio_level, get_args(discrepancy.Level))
     require_same_shape(completion_mask=tokens.completion_mask, token_weights=token_weights)
     weights = stop_gradient(masked_values(token_weights, tokens.completion_mask))
     active = weights != 0
@@ -333,7 +335,7 @@ def reference_kl(
     """
     require_gradient("train_logprobs", train_logprobs)
     if completion_mask is None:
-        completion_mask = jnp.ones(jnp.shape(train_logprobs), bool)
+        completion_mask = jnp.ones(np.shape(train_logprobs), bool)
     require_same_shape(
         train_logprobs=train_logprobs,
         ref_logprobs=ref_logprobs,

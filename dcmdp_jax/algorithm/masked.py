@@ -168,7 +168,7 @@ def masked_quantile(
     last = jnp.maximum(jnp.sum(mask, dtype=jnp.int32) - 1, 0)
 
     # last * share without overflow of int32.
-    share = Fraction(q).limit_denominator(10_000)
+    share = Fraction(float(q)).limit_denominator(10_000)
     quotient, remainder = jnp.divmod(last, share.denominator)
     numerator = remainder * share.numerator
     position = quotient * share.numerator + numerator // share.denominator

@@ -156,8 +156,12 @@ def penalty_length(
     present = head.present & jnp.asarray(mask, bool)[..., None]
     log_p = with_tail(head.train_logprobs, present)
     log_q = with_tail(head.rollout_logprobs, present)
+    # Where the engine has fewer tokens both log-probs are 0, which is no probability of 1.
+    counted = jnp.concatenate([present, jnp.ones_like(present[..., :1])], axis=-1)
     slopes = jax.grad(lambda x: jnp.sum(STATE_PENALTIES[penalty](x, log_q)))(log_p)
-    logit_slopes = slopes - jnp.exp(log_p) * jnp.sum(slopes, axis=-1, keepdims=True)
+    slopes = jnp.where(counted, slopes, 0.0)
+    policy = jnp.where(counted, jnp.exp(log_p), 0.0)
+    logit_slopes = slopes - policy * jnp.sum(slopes, axis=-1, keepdims=True)
     return jnp.where(mask, jnp.sum(jnp.abs(logit_slopes), axis=-1) / 2, 0.0)
 
 

@@ -36,8 +36,8 @@ Statistics = dict[str, Statistic]
 class Tokens(NamedTuple):
     """Input of every mitigation, rows [R, L]. All tokens of a completion are in the same call.
 
-    What lies outside `completion_mask` is undefined for penalties and corrections, and 0 for trust
-    regions and losses.
+    What lies outside `completion_mask` is undefined for penalties and corrections; for trust
+    regions and losses `ratio` is 1 there, all else 0.
 
     Attributes:
         train_logprobs: nats, training stack, weights now. Equal to `old_logprobs` in the first

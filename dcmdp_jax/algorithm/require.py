@@ -146,6 +146,16 @@ def require_number(
         )
 
 
+def require_multiplier_range(multiplier_min: Any, multiplier_max: Any) -> None:
+    """Raise unless both are finite, and 0 <= min <= max as far as known: `require_number`."""
+    require_number("multiplier_min", multiplier_min, minimum=0)
+    known_min = concrete(multiplier_min)
+    least_max = 0.0
+    if known_min is not None:
+        least_max = known_min.item()
+    require_number("multiplier_max", multiplier_max, minimum=least_max)
+
+
 def require_sizes(*, open_minimum: bool = False, **sizes: Any) -> None:
     """Raise unless every named scalar is finite and at least 0, or above it: `require_number`."""
     for name, size in sizes.items():

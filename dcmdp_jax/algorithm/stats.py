@@ -190,9 +190,9 @@ class Mean(NamedTuple):
     weight: Array
 
     def value(self) -> jax.Array:
-        """total / weight, 0 where the weight is 0 (an empty mask)."""
+        """total / weight, 0 where the weight is 0 (an empty mask); NaN stays NaN."""
         weight = as_float(self.weight)
-        filled = weight > 0
+        filled = weight != 0
         total = jnp.where(filled, self.total, 0.0)
         divisor = jnp.where(filled, weight, 1.0)
         return total / divisor

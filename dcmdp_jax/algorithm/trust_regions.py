@@ -121,7 +121,7 @@ def dppo_kl(tokens: Tokens, *, low: float = 0.05, high: float = 0.05) -> Region:
     """DPPO's binary KL: gamma A while KL(Bernoulli(mu) || Bernoulli(pi)) is within bounds, in nats.
 
         D = mu log(mu / pi) + (1 - mu) log((1 - mu) / (1 - pi))
-        stopped:   A > 0, gamma > 1 and D > high,   or   A < 0, gamma < 1 and D > low
+        stopped:   A > 0, pi > mu and D > high,   or   A < 0, pi < mu and D > low
 
     pi and mu are held below 1 - 1e-6 in D. Otherwise as `dppo_tv`. verl: `dppo_kl`.
     """

@@ -87,6 +87,15 @@ def test_broken_valid_reward_is_not_hidden():
     ).all()
 
 
+@pytest.mark.parametrize(("dtype", "groups"), [(np.int8, 16), (np.int16, 4096)])
+def test_the_number_of_completions_may_be_beyond_the_dtype_of_group_ids(dtype, groups):
+    # Groups of 8 with rewards 0 and 1 by turns: +-0.5 over a deviation of sqrt(8 x 0.25 / 7).
+    ids = np.repeat(np.arange(groups), 8).astype(dtype)
+    advantages = group_advantages(np.arange(8 * groups) % 2.0, ids)
+    np.testing.assert_allclose(advantages[:16], [-0.9354, 0.9354] * 8, atol=1e-4)
+    assert not np.isnan(advantages).any()
+
+
 def test_bad_arguments_are_refused():
     with pytest.raises(ValueError, match=r"group_ids \(3,\)"):
         jax.jit(group_advantages)(np.ones(4), np.zeros(3, int), ALL)

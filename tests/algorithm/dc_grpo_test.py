@@ -426,6 +426,12 @@ def test_under_jit_a_group_id_outside_is_seen_in_the_loss_and_not_another_groups
         assert np.isnan(loss) and np.flatnonzero(np.isnan(aux.advantages)).tolist() == [5]
 
 
+def test_under_jit_the_range_of_lambda_may_be_traced():
+    data = {name: value for name, value in draw().items() if name in NAMES}
+    _, aux = jax.jit(dcmdp_jax.dc_grpo_loss)(**data, **CONSTANTS, multiplier_min=0.9)
+    assert float(aux.next_multiplier) == np.float32(0.9)
+
+
 def test_under_jit_a_nan_is_seen_in_the_loss_and_an_empty_completion_is_left_out():
     data = {name: value for name, value in draw().items() if name in NAMES}
     loss = jax.jit(lambda data: dcmdp_jax.dc_grpo_loss(**data, **CONSTANTS)[0])

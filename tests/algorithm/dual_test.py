@@ -6,6 +6,7 @@ Also what a broken batch does.
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -85,6 +86,13 @@ def test_jitted_has_one_trace():
 def test_init_refuses(multiplier, tolerance, message):
     with pytest.raises(ValueError, match=message):
         dual.dual_init(multiplier, tolerance=tolerance)
+
+
+def test_the_range_of_lambda_may_be_arrays_that_jit_traces():
+    update = functools.partial(dual.dual_update, 0.1, 0.05, tolerance=0.25)
+    with pytest.raises(ValueError, match=r"multiplier_max=0.2; must be a finite number in \[0.5"):
+        update(multiplier_min=jnp.float32(0.5), multiplier_max=0.2)
+    assert float(jax.jit(update)(multiplier_min=0.5)) == 0.5
 
 
 @pytest.mark.parametrize(

@@ -643,3 +643,11 @@ def test_no_loss_takes_float16_where_its_gradient_flows():
         penalty_loss(tokens._replace(train_logprobs=wide), weights, head, "state_tv")
     with pytest.raises(ValueError, match="^train_logprobs has dtype float16"):
         centering_loss(tokens._replace(train_logprobs=wide), weights, head, loss=losses.surrogate)
+
+    tokens = tokens._replace(train_logprobs=wide)
+    unknown = {"ratio_level": "tokens"}
+    with pytest.raises(ValueError, match="^ratio_level='tokens'; must be one of 'token', 'seq"):
+        losses.policy_loss(tokens, weights, **unknown)
+    head = head._replace(rollout_logprobs=wide[..., None], train_logprobs=wide[..., None])
+    with pytest.raises(ValueError, match="^ratio_level='tokens'; must be one of 'token', 'seq"):
+        centering_loss(tokens, weights, head, loss=losses.surrogate, **unknown)

@@ -21,7 +21,6 @@ from dcmdp_jax.algorithm.remedies import Corrected, Region
 from dcmdp_jax.algorithm.stats import Max, Sum
 
 def right(tokens, *, knee=0.1): return tokens.advantages - knee, {"most": Max(jnp.max(tokens.advantages))}
-def since_start(tokens): return tokens.advantages - jnp.abs(tokens.start_logprobs - tokens.old_logprobs)
 def positional(tokens, knee=0.1): return tokens.advantages * knee
 def keep(tokens): return Corrected(jnp.ones(tokens.advantages.shape), tokens.completion_mask)
 def region(tokens): return Region(tokens.ratio * tokens.advantages)
@@ -50,6 +49,7 @@ def calls_back(tokens):
     return jax.pure_callback(on_host, jax.ShapeDtypeStruct(tokens.advantages.shape, jnp.float32), tokens.advantages)
 def flat(tokens): return jax.lax.stop_gradient(-tokens.ratio * tokens.advantages)
 def flat_region(tokens): return Region(tokens.advantages)
+def since_start(tokens): return tokens.advantages - jnp.abs(tokens.start_logprobs - tokens.old_logprobs)
 """
 
 

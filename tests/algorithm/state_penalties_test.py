@@ -7,7 +7,7 @@ import pytest
 from scipy.special import softmax
 
 from dcmdp_jax.algorithm.distribution import Head
-from dcmdp_jax.algorithm.penalties import STATE_PENALTIES, penalty_loss
+from dcmdp_jax.algorithm.penalties import STATE_PENALTIES, penalty_length, penalty_loss
 from dcmdp_jax.algorithm.remedies import Tokens
 from research.theory_tables import (
     discrepancy_slope,
@@ -52,6 +52,30 @@ def test_two_actions_by_hand():
         found, gradient = jax.value_and_grad(_loss)(*arguments, penalty, 3.0)
         assert float(found) == pytest.approx(3 * value, abs=2e-6), penalty
         np.testing.assert_allclose(gradient, [[3 * slope, -3 * slope]], atol=2e-6)
+
+
+@pytest.mark.parametrize("absent", [0, 30])
+@pytest.mark.parametrize(
+    ("penalty", "length"),
+    [
+        # p = (0.6, 0.3) and a tail of 0.1, q = (0.5, 0.2) and 0.3. The slopes in log p are p sign(p
+        # - q) / 2 = (0.3, 0.15, -0.05), together 0.4; less p times that (0.06, 0.03, -0.09).
+        ("state_tv", 0.09),
+        ("state_kl", 0.2),  # slopes -q; p - q = (0.1, 0.1, -0.2)
+        ("state_delta", 0.102),  # slopes p q sign(p - q) = (0.3, 0.06, -0.03)
+    ],
+)
+def test_the_length_of_a_penalty_by_hand_does_not_depend_on_tokens_that_the_engine_lacks(
+    penalty, length, absent
+):
+    def padded(values, filling=0.0):
+        return jnp.asarray([[[*values, *[filling] * absent]]])
+
+    train = padded(np.log([0.6, 0.3]))
+    rollout = padded(np.log([0.5, 0.2]))
+    head = Head(padded([4, 7], -1).astype(int), rollout, train, train, train)
+    mask = np.ones((1, 1), bool)
+    assert float(penalty_length(head, mask, penalty)[0, 0]) == pytest.approx(length, rel=1e-5)
 
 
 @_NEEDS_TORCH

@@ -102,6 +102,11 @@ def test_sum_of_a_tree_keeps_the_dtype_of_its_start():
     assert float(total[0]) == 1 + 2.0**-9
 
 
+def test_a_mean_of_broken_weights_stays_broken():
+    assert np.isnan(Mean(jnp.float32(np.nan), jnp.float32(np.nan)).value())
+    assert np.isnan(Mean(jnp.float32(1.0), jnp.float32(np.nan)).value())
+
+
 def test_mean_of_no_weight_is_zero():
     assert float(Mean(jnp.float32(np.nan), jnp.float32(0)).value()) == 0.0
     np.testing.assert_array_equal(
