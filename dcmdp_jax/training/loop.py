@@ -171,6 +171,7 @@ def train(
         check = functools.partial(placement.engine.kind.check_start, services.engine)
         with open_session(run, programs, stop, show=show, check=check) as session:
             step_batches = Batches(session, services, make_teacher(task, placement))
+            # A checkpoint has the older parameters that batches in flight are sampled with.
             session.older_params = step_batches.behind
             with contextlib.closing(step_batches), session.keeping_finished_steps():
                 _train(session, step_batches)

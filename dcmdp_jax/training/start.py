@@ -39,6 +39,7 @@ def start(
     run: Run,
     programs: StepPrograms,
     checkpoints: Checkpoints,
+    *,
     stop: exit.StopSignal,
     check: Callable[[], None],
     show: Callable[[str], None],

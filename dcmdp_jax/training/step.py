@@ -334,7 +334,7 @@ def _constants(
     loss_scale = None
     if state.loss_scale is not None:
         loss_scale = state.loss_scale.scale
-    constants = _Constants(
+    without_terms = _Constants(
         advantages=advantages,
         weights=weights,
         unpenalized=unpenalized_advantages,
@@ -343,7 +343,8 @@ def _constants(
         loss_scale=loss_scale,
         frozen=frozen,
     )
-    return constants._replace(terms=_term_constants(setup, (state.params, constants), batch))
+    terms = _term_constants(setup, (state.params, without_terms), batch)
+    return without_terms._replace(terms=terms)
 
 
 def _divisor(

@@ -219,7 +219,7 @@ def open_session(
         stack.callback(checkpoints.close)
 
         wait_until_compiled = programs.compile_ahead(hosts)
-        beginning = start(run, programs, checkpoints, stop, check, show)
+        beginning = start(run, programs, checkpoints, stop=stop, check=check, show=show)
         release_freed_memory()
         step = int(beginning.state.step)
         if step > config.training.steps:
