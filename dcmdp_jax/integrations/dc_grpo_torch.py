@@ -24,6 +24,8 @@ _ROUNDING = 1e-3
 STATE_FILE = "dc_grpo.json"
 _MEASURES = ("diff", "ratio", "log", "logit")
 _SIDES = ("two", "one")
+_NUMBERS = ("tolerance", "multiplier", "dual_learning_rate", "multiplier_min", "multiplier_max")
+"""Numeric settings of `DcGrpo`."""
 
 Reduce = Callable[[Tensor], Tensor]
 """Adds a small float64 tensor over the processes that share a batch."""
@@ -260,7 +262,7 @@ class DcGrpo:
         history: lambda after each update, so that a run can go back to an earlier checkpoint.
 
     Raises:
-        ValueError: if a number is out of its range, naming it.
+        ValueError: if a setting is not a number or is out of its range, naming it.
     """
 
     tolerance: float
@@ -273,10 +275,10 @@ class DcGrpo:
     history: list[float] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            setattr(self, name, _number(name, getattr(self, name)))
         for name in ("tolerance", "dual_learning_rate", "multiplier_min"):
             value = getattr(self, name)
-            if isinstance(value, str):
-                raise ValueError(f"{name} is {value!r}: must be a number (YAML: 0.001, not 1e-3)")
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}: must be a finite number from 0")
         if not self.multiplier_min <= self.multiplier <= self.multiplier_max < math.inf:
@@ -447,6 +449,17 @@ def _state_file(path: str | Path) -> Path:
     if path.is_dir():
         return path / STATE_FILE
     return path
+
+
+def _number(name: str, value: Any) -> float:
+    """A setting as a float; raise a ValueError that names the setting unless it is a number."""
+    # PyYAML reads 1e-3 as text.
+    if isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}: must be a number (YAML: 0.001, not 1e-3)")
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"{name} is {value!r}: must be a number") from None
 
 
 def _log_odds(logprobs: Tensor) -> Tensor:

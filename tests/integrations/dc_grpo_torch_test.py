@@ -200,7 +200,17 @@ def test_the_state_is_json_and_comes_back(tmp_path):
     [
         ({"tolerance": -1}, "tolerance is -1"),
         ({"tolerance": "1e-3"}, "tolerance is '1e-3': must be a number .YAML: 0.001"),
+        ({"tolerance": None}, "^tolerance is None: must be a number$"),
         ({"tolerance": 0.1, "multiplier": 2}, "multiplier is 2"),
+        ({"tolerance": 0.1, "multiplier": "1e-1"}, "^multiplier is '1e-1': must be a number .YAML"),
+        ({"tolerance": 0.1, "multiplier": [0.1]}, r"^multiplier is \[0.1\]: must be a number$"),
+        ({"tolerance": 0.1, "multiplier_min": None}, "^multiplier_min is None: must be a number$"),
+        ({"tolerance": 0.1, "multiplier_max": "1"}, "^multiplier_max is '1': must be a number"),
+        ({"tolerance": 0.1, "multiplier_max": None}, "^multiplier_max is None: must be a number$"),
+        (
+            {"tolerance": 0.1, "dual_learning_rate": "1e-1"},
+            "^dual_learning_rate is '1e-1': must be",
+        ),
         ({"tolerance": 0.1, "multiplier_max": float("inf")}, "finite multiplier_max=inf"),
         ({"tolerance": 0.1, "measure": "kl"}, "measure='kl'"),
     ],
@@ -208,6 +218,14 @@ def test_the_state_is_json_and_comes_back(tmp_path):
 def test_bad_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         DcGrpo(**options)
+
+
+def test_a_number_of_numpy_or_torch_is_a_float_that_json_takes(tmp_path):
+    """0.25 and 0.5 are exact in float32; as a numpy scalar or a tensor JSON refuses them."""
+    dc_grpo = DcGrpo(tolerance=np.float32(0.25), multiplier=torch.tensor(0.5))
+    dc_grpo.save(tmp_path)
+    state = json.loads((tmp_path / "dc_grpo.json").read_text())
+    assert (state["tolerance"], state["multiplier"]) == (0.25, 0.5)
 
 
 def test_it_imports_neither_jax_nor_the_rest_of_the_package():
