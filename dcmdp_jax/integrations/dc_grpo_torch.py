@@ -112,15 +112,17 @@ def token_discrepancy(
 def penalized_advantages(
     advantages: Tensor, discrepancy: Tensor, multiplier: float | Tensor
 ) -> Tensor:
-    """A_i - lambda delta_{i,t} (Eq. 8), a constant to the gradient.
+    """A_i - lambda delta_{i,t} (Eq. 8), in float32.
+
+    No gradient flows: all three arguments are detached.
 
     Args:
         advantages: [N], or [N, T].
         discrepancy: [N, T], 0 where nothing was sampled.
-        multiplier: lambda.
+        multiplier: lambda, a number or a tensor without dimensions.
 
     Returns:
-        [N, T] float32.
+        [N, T] float32, whatever the dtypes of the arguments.
 
     Raises:
         ValueError: if the shapes are others.
@@ -139,7 +141,7 @@ def penalized_advantages(
     advantages = advantages.detach().float()
     if advantages.dim() == 1:
         advantages = advantages[:, None]
-    return advantages - multiplier * discrepancy
+    return advantages - multiplier.detach() * discrepancy.detach().float()
 
 
 def dual_update(

@@ -130,6 +130,18 @@ def test_a_penalty_by_hand():
     assert not penalized.requires_grad
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_penalized_advantages_are_a_constant_in_float32(dtype):
+    """A = 1, lambda = 0.5, delta = 0.25 and 0.5, exact in each dtype: 0.875 and 0.75."""
+    advantages = torch.ones(1, dtype=dtype, requires_grad=True)
+    delta = torch.tensor([[0.25, 0.5]], dtype=dtype, requires_grad=True)
+    multiplier = torch.tensor(0.5, dtype=dtype, requires_grad=True)
+    penalized = module.penalized_advantages(advantages, delta, multiplier)
+    assert not penalized.requires_grad
+    assert penalized.dtype == torch.float32
+    assert penalized.tolist() == [[0.875, 0.75]]
+
+
 def test_processes_share_one_mean_and_an_evaluation_leaves_lambda():
     train, rollout, mask, advantages = _batch(3)
     whole = DcGrpo(tolerance=0.01)
