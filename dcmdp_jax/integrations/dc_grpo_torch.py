@@ -379,7 +379,12 @@ class DcGrpo:
         self.history.append(self.multiplier)
 
     def save(self, path: str | Path) -> None:
-        """Write settings and state as JSON, atomically; into STATE_FILE of a directory."""
+        """Write settings and state as JSON, atomically.
+
+        Args:
+            path: a file that exists or whose name ends in .json; any other path is a directory,
+                made if absent, in which the file is STATE_FILE.
+        """
         path = _state_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.new")
@@ -390,11 +395,11 @@ class DcGrpo:
         """Take `multiplier` and `history` from what `save` wrote; this object's settings stay.
 
         Args:
-            path: see `save`.
+            path: as in `save`.
             steps: go back to the state after this many updates, at least 1; None: the last.
 
         Raises:
-            FileNotFoundError: if it does not exist.
+            FileNotFoundError: if the file does not exist.
             ValueError: naming the file, if it is not what `save` writes, its multiplier is out of
                 range, or it has fewer updates than `steps`.
         """
@@ -422,8 +427,16 @@ class DcGrpo:
         self.history = history
 
     def resume(self, path: str | Path | None, *, steps: int | None = None) -> None:
-        """Take the state from a file as `load` does, if it is there."""
-        if path is not None and Path(path).is_file():
+        """Take the state as `load` does if its file exists; else leave this object as it is.
+
+        Args:
+            path: as in `save`; None: there is no file.
+            steps: as in `load`.
+
+        Raises:
+            ValueError: as `load` does.
+        """
+        if path is not None and _state_file(path).is_file():
             self.load(path, steps=steps)
 
 
@@ -447,10 +460,16 @@ def prefixed(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _state_file(path: str | Path) -> Path:
+    """The file of the state: STATE_FILE of a directory, or the path itself.
+
+    A path that does not exist is a file if its name ends in .json, else a directory.
+    """
     path = Path(path)
     if path.is_dir():
         return path / STATE_FILE
-    return path
+    if path.is_file() or path.suffix == ".json":
+        return path
+    return path / STATE_FILE
 
 
 def _number(name: str, value: Any) -> float:

@@ -30,8 +30,8 @@ class DcGrpoLoss:
     """The loss, its multiplier, and the sums of the step so far.
 
     Args:
-        state_path: JSON file of lambda, read now if it is there and written by rank 0 after each
-            step.
+        state_path: path of lambda's JSON file, or its directory, as in `DcGrpo.save`; read now if
+            it is there and written by rank 0 after each step.
         resume_steps: training steps of the checkpoint that the run resumes from, if it is not the
             last one.
         settings: keyword arguments of `DcGrpo`.

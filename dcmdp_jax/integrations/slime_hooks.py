@@ -40,7 +40,8 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     Args:
         args: slime's; `dc_grpo_tolerance` and, if given, `dc_grpo_multiplier`,
             `dc_grpo_dual_learning_rate`, `dc_grpo_multiplier_min`, `dc_grpo_multiplier_max`,
-            `dc_grpo_measure`, `dc_grpo_sided`, and `dc_grpo_state`, the JSON file of lambda.
+            `dc_grpo_measure`, `dc_grpo_sided`, and `dc_grpo_state`, the path of lambda's JSON file,
+            or its directory, as in `DcGrpo.save`.
         rollout_data: `log_probs`, `rollout_log_probs`, `loss_masks`, `rewards`, a list entry for
             each sample.
 

@@ -63,7 +63,8 @@ def register(
 
     Args:
         dc_grpo: c, lambda and what moves it.
-        state_path: JSON file of lambda, read now if it is there and written in each step.
+        state_path: path of lambda's JSON file, or its directory, as in `DcGrpo.save`; read now if
+            it is there and written in each step.
         resume_steps: training steps of the checkpoint that the run resumes from, if it is not the
             last one.
         on_batch: called with each `DataProto` after its advantages are penalized, for example to

@@ -208,6 +208,58 @@ def test_the_state_is_json_and_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("new/dir", "new/dir/dc_grpo.json"),
+        ("step_0.5", "step_0.5/dc_grpo.json"),
+        ("new/lambda.json", "new/lambda.json"),
+        ("old", "old"),
+        ("old.txt", "old.txt"),
+        ("there", "there/dc_grpo.json"),
+        ("there.json", "there.json/dc_grpo.json"),
+    ],
+)
+def test_save_load_and_resume_read_a_path_alike(tmp_path, name, file):
+    """A file that exists, or a name in .json, is a file; any other path is a directory."""
+    state = json.dumps({"multiplier": 0.5, "history": [0.5]})
+    for older in ("old", "old.txt"):
+        (tmp_path / older).write_text(state)
+    for directory in ("there", "there.json"):
+        (tmp_path / directory).mkdir()
+    saved = DcGrpo(tolerance=0.01, multiplier=0.7, history=[0.6, 0.7])
+    saved.save(tmp_path / name)
+    assert json.loads((tmp_path / file).read_text())["multiplier"] == 0.7
+
+    loaded = DcGrpo(tolerance=0.01)
+    loaded.load(str(tmp_path / name))
+    # 0.1, the default, if the state is ignored.
+    resumed = DcGrpo(tolerance=0.01)
+    resumed.resume(str(tmp_path / name))
+    assert (loaded.multiplier, resumed.multiplier) == (0.7, 0.7)
+    resumed.resume(tmp_path / name, steps=1)
+    assert (resumed.multiplier, resumed.history) == (0.6, [0.6])
+
+
+def test_a_state_of_an_older_version_is_read_under_any_name(tmp_path):
+    """Older versions wrote a file under the very name that was given."""
+    (tmp_path / "checkpoints").write_text(json.dumps({"multiplier": 0.7, "history": [0.7]}))
+    resumed = DcGrpo(tolerance=0.01)
+    resumed.resume(tmp_path / "checkpoints")
+    assert (resumed.multiplier, resumed.history) == (0.7, [0.7])
+
+
+def test_without_a_state_load_raises_and_resume_leaves_lambda(tmp_path):
+    dc_grpo = DcGrpo(tolerance=0.01, multiplier=0.7)
+    (tmp_path / "empty").mkdir()
+    for name in ("none", "none.json", "empty"):
+        dc_grpo.resume(tmp_path / name)
+        with pytest.raises(FileNotFoundError):
+            dc_grpo.load(tmp_path / name)
+    dc_grpo.resume(None)
+    assert (dc_grpo.multiplier, dc_grpo.history) == (0.7, [])
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tolerance": -1}, "tolerance is -1"),
