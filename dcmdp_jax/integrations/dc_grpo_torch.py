@@ -225,7 +225,9 @@ def clipped_surrogate(
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token (Eq. 9).
 
     r = exp(clip(log pi - log pi_old)). The gradient reaches `train_logprobs` alone: -r A where the
-    clip does not bite, its ends included, 0 where it does.
+    clip does not bite, its ends included, 0 where it does. Nothing is masked here: where a token's
+    input is NaN, so are its value and its gradient, which a mask on the result does not repair.
+    Replace inputs outside the mask before the call.
 
     Args:
         train_logprobs, old_logprobs, advantages: same shape.
