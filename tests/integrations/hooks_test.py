@@ -125,6 +125,40 @@ def test_slimes_bad_input_is_refused(monkeypatch):
         slime_hooks.dc_grpo_advantages(args, _slime_batch() | {"rewards": [1.0]})
 
 
+@pytest.mark.parametrize("name", ["dc_grpo_learning_rate", "dc_grpo_tolerence", "dc_grpo_"])
+def test_slimes_unknown_setting_with_our_prefix_is_refused_in_one_line(monkeypatch, name):
+    """Ignored, dc_grpo_learning_rate: 5 would run with a dual learning rate of 1, the default."""
+    monkeypatch.setattr(slime_hooks, "_state", None)
+    args = types.SimpleNamespace(dc_grpo_tolerance=0.02, **{name: 5.0})
+    with pytest.raises(ValueError) as caught:
+        slime_hooks.dc_grpo_advantages(args, _slime_batch())
+    assert str(caught.value) == (
+        f"dc_grpo: unknown settings {name}: allowed are dc_grpo_tolerance, dc_grpo_multiplier, "
+        "dc_grpo_dual_learning_rate, dc_grpo_multiplier_min, dc_grpo_multiplier_max, "
+        "dc_grpo_measure, dc_grpo_sided, dc_grpo_state"
+    )
+
+
+def test_slimes_own_arguments_and_every_setting_of_ours_are_accepted(monkeypatch, tmp_path):
+    monkeypatch.setattr(slime_hooks, "_state", None)
+    args = types.SimpleNamespace(
+        advantage_estimator="grpo",
+        use_dc_grpo=True,
+        dc_grpo="on",
+        grpo_std_normalization=True,
+        dc_grpo_tolerance=0.02,
+        dc_grpo_multiplier=0.5,
+        dc_grpo_dual_learning_rate=2.0,
+        dc_grpo_multiplier_min=0.0,
+        dc_grpo_multiplier_max=1.0,
+        dc_grpo_measure="diff",
+        dc_grpo_sided="two",
+        dc_grpo_state=str(tmp_path),
+    )
+    slime_hooks.dc_grpo_advantages(args, _slime_batch())
+    assert slime_hooks._state.multiplier == pytest.approx(MOVED, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"), [({}, "'tolerance'"), ({"tolerence": 0.1}, "argument 'tolerence'")]
 )
