@@ -51,7 +51,7 @@ def require_gradient(**logprobs: Tensor) -> None:
 def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """log p - log q in float32, clamped to [-20, 20]. NaN stays NaN.
 
-    The gradient is 1 inside and at the limits, 0 outside.
+    Inside and at the limits the gradient is 1 for `numerator` and -1 for `denominator`; outside, 0.
     """
     require_same_shape(numerator=numerator, denominator=denominator)
     numerator = _clamp(numerator.float(), LOGPROB_LIMIT)

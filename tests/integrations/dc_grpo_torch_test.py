@@ -116,6 +116,17 @@ def test_the_surrogate_and_its_gradient_are_ours():
         np.testing.assert_allclose(there.grad.numpy(), gradient, **_CLOSE)
 
 
+def test_the_log_ratio_has_the_gradient_that_its_docstring_says():
+    """-1 + 3 = 2 is inside, 0 + 20 = 20 at the limit, 0 + 21 = 21 outside: clamped to 20."""
+    numerator = torch.tensor([-1.0, 0.0, 0.0], requires_grad=True)
+    denominator = torch.tensor([-3.0, -20.0, -21.0], requires_grad=True)
+    log_ratio = module.clamped_log_ratio(numerator, denominator)
+    log_ratio.sum().backward()
+    assert log_ratio.tolist() == [2.0, 20.0, 20.0]
+    assert numerator.grad.tolist() == [1.0, 1.0, 0.0]
+    assert denominator.grad.tolist() == [-1.0, -1.0, 0.0]
+
+
 def test_a_penalty_by_hand():
     """p = 0.5, 0.4; q = 0.4, 0.6: deltas 0.1 and 0.2, mean 0.15. A = 1, lambda = 2: 0.8 and 0.6. lambda += 10 (0.15 - 0.05)."""  # noqa: E501
     dc_grpo = DcGrpo(tolerance=0.05, multiplier=2.0, dual_learning_rate=10.0, multiplier_max=5.0)
