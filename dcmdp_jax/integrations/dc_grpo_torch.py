@@ -24,6 +24,8 @@ _ROUNDING = 1e-3
 STATE_FILE = "dc_grpo.json"
 _MEASURES = ("diff", "ratio", "log", "logit")
 _SIDES = ("two", "one")
+_NUMBERS = ("tolerance", "multiplier", "dual_learning_rate", "multiplier_min", "multiplier_max")
+"""Numeric settings of `DcGrpo`."""
 
 Reduce = Callable[[Tensor], Tensor]
 """Adds a small float64 tensor over the processes that share a batch."""
@@ -49,7 +51,7 @@ def require_gradient(**logprobs: Tensor) -> None:
 def clamped_log_ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
     """log p - log q in float32, clamped to [-20, 20]. NaN stays NaN.
 
-    The gradient is 1 inside and at the limits, 0 outside.
+    Inside and at the limits the gradient is 1 for `numerator` and -1 for `denominator`; outside, 0.
     """
     require_same_shape(numerator=numerator, denominator=denominator)
     numerator = _clamp(numerator.float(), LOGPROB_LIMIT)
@@ -110,15 +112,17 @@ def token_discrepancy(
 def penalized_advantages(
     advantages: Tensor, discrepancy: Tensor, multiplier: float | Tensor
 ) -> Tensor:
-    """A_i - lambda delta_{i,t} (Eq. 8), a constant to the gradient.
+    """A_i - lambda delta_{i,t} (Eq. 8), in float32.
+
+    No gradient flows: all three arguments are detached.
 
     Args:
         advantages: [N], or [N, T].
         discrepancy: [N, T], 0 where nothing was sampled.
-        multiplier: lambda.
+        multiplier: lambda, a number or a tensor without dimensions.
 
     Returns:
-        [N, T] float32.
+        [N, T] float32, whatever the dtypes of the arguments.
 
     Raises:
         ValueError: if the shapes are others.
@@ -137,7 +141,7 @@ def penalized_advantages(
     advantages = advantages.detach().float()
     if advantages.dim() == 1:
         advantages = advantages[:, None]
-    return advantages - multiplier * discrepancy
+    return advantages - multiplier.detach() * discrepancy.detach().float()
 
 
 def dual_update(
@@ -221,7 +225,9 @@ def clipped_surrogate(
     """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) of each token (Eq. 9).
 
     r = exp(clip(log pi - log pi_old)). The gradient reaches `train_logprobs` alone: -r A where the
-    clip does not bite, its ends included, 0 where it does.
+    clip does not bite, its ends included, 0 where it does. Nothing is masked here: where a token's
+    input is NaN, so are its value and its gradient, which a mask on the result does not repair.
+    Replace inputs outside the mask before the call.
 
     Args:
         train_logprobs, old_logprobs, advantages: same shape.
@@ -260,7 +266,7 @@ class DcGrpo:
         history: lambda after each update, so that a run can go back to an earlier checkpoint.
 
     Raises:
-        ValueError: if a number is out of its range, naming it.
+        ValueError: if a setting is not a number or is out of its range, naming it.
     """
 
     tolerance: float
@@ -273,10 +279,10 @@ class DcGrpo:
     history: list[float] = dataclasses.field(default_factory=list)
 
     def __post_init__(self) -> None:
+        for name in _NUMBERS:
+            setattr(self, name, _number(name, getattr(self, name)))
         for name in ("tolerance", "dual_learning_rate", "multiplier_min"):
             value = getattr(self, name)
-            if isinstance(value, str):
-                raise ValueError(f"{name} is {value!r}: must be a number (YAML: 0.001, not 1e-3)")
             if not 0 <= value < math.inf:
                 raise ValueError(f"{name} is {value}: must be a finite number from 0")
         if not self.multiplier_min <= self.multiplier <= self.multiplier_max < math.inf:
@@ -375,7 +381,12 @@ class DcGrpo:
         self.history.append(self.multiplier)
 
     def save(self, path: str | Path) -> None:
-        """Write settings and state as JSON, atomically; into STATE_FILE of a directory."""
+        """Write settings and state as JSON, atomically.
+
+        Args:
+            path: a file that exists or whose name ends in .json; any other path is a directory,
+                made if absent, in which the file is STATE_FILE.
+        """
         path = _state_file(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = path.with_name(f".{path.name}.new")
@@ -386,11 +397,11 @@ class DcGrpo:
         """Take `multiplier` and `history` from what `save` wrote; this object's settings stay.
 
         Args:
-            path: see `save`.
+            path: as in `save`.
             steps: go back to the state after this many updates, at least 1; None: the last.
 
         Raises:
-            FileNotFoundError: if it does not exist.
+            FileNotFoundError: if the file does not exist.
             ValueError: naming the file, if it is not what `save` writes, its multiplier is out of
                 range, or it has fewer updates than `steps`.
         """
@@ -418,8 +429,16 @@ class DcGrpo:
         self.history = history
 
     def resume(self, path: str | Path | None, *, steps: int | None = None) -> None:
-        """Take the state from a file as `load` does, if it is there."""
-        if path is not None and Path(path).is_file():
+        """Take the state as `load` does if its file exists; else leave this object as it is.
+
+        Args:
+            path: as in `save`; None: there is no file.
+            steps: as in `load`.
+
+        Raises:
+            ValueError: as `load` does.
+        """
+        if path is not None and _state_file(path).is_file():
             self.load(path, steps=steps)
 
 
@@ -443,10 +462,27 @@ def prefixed(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def _state_file(path: str | Path) -> Path:
+    """The file of the state: STATE_FILE of a directory, or the path itself.
+
+    A path that does not exist is a file if its name ends in .json, else a directory.
+    """
     path = Path(path)
     if path.is_dir():
         return path / STATE_FILE
-    return path
+    if path.is_file() or path.suffix == ".json":
+        return path
+    return path / STATE_FILE
+
+
+def _number(name: str, value: Any) -> float:
+    """A setting as a float; raise a ValueError that names the setting unless it is a number."""
+    # PyYAML reads 1e-3 as text.
+    if isinstance(value, str):
+        raise ValueError(f"{name} is {value!r}: must be a number (YAML: 0.001, not 1e-3)")
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        raise ValueError(f"{name} is {value!r}: must be a number") from None
 
 
 def _log_odds(logprobs: Tensor) -> Tensor:

@@ -30,8 +30,8 @@ class DcGrpoLoss:
     """The loss, its multiplier, and the sums of the step so far.
 
     Args:
-        state_path: JSON file of lambda, read now if it is there and written by rank 0 after each
-            step.
+        state_path: path of lambda's JSON file, or its directory, as in `DcGrpo.save`; read now if
+            it is there and written by rank 0 after each step.
         resume_steps: training steps of the checkpoint that the run resumes from, if it is not the
             last one.
         settings: keyword arguments of `DcGrpo`.
@@ -65,7 +65,8 @@ class DcGrpoLoss:
 
         which is Eq. 9 where each batch is used once; its clip never bites there. A token whose
         engine reported no log-prob (NaN) is neither penalized nor counted, as in `DcGrpo.penalize`;
-        a NaN of the trainer stays.
+        a NaN of the trainer stays. Outside `loss_mask` every column is ignored, NaN included: loss
+        and gradient are 0 there.
 
         Args:
             inputs: prime-rl's `LossInputs`: `trainer_logprobs`, `inference_logprobs`, `advantages`,
@@ -75,20 +76,20 @@ class DcGrpoLoss:
         require_same_shape(
             **{name: column for name, column in columns.items() if column is not None}
         )
-        train = inputs.trainer_logprobs
         mask = inputs.loss_mask.bool()
+        # Before the arithmetic: a mask after it leaves 0 * NaN in the gradient.
+        train = torch.where(mask, inputs.trainer_logprobs, 0.0)
+        advantages = torch.where(mask, inputs.advantages, 0.0)
 
         delta, counted = self.dc_grpo.penalized_tokens(train, inputs.inference_logprobs, mask)
         sums = torch.stack([delta.double().sum(), counted.double().sum()])
         self._sums += sums.to(self._sums.device)
-        (penalized,) = penalized_advantages(
-            inputs.advantages[None], delta[None], self.dc_grpo.multiplier
-        )
+        (penalized,) = penalized_advantages(advantages[None], delta[None], self.dc_grpo.multiplier)
         ratio = torch.exp(train - train.detach())
         losses = ratio * penalized
         if inputs.loss_weights is not None:
-            losses = losses * inputs.loss_weights
-        loss = -torch.where(mask, losses, 0.0).sum()
+            losses = losses * torch.where(mask, inputs.loss_weights, 0.0)
+        loss = -losses.sum()
         mean = delta.sum() / counted.sum().clamp(min=1)
         return loss, {
             "dc_grpo/mean": mean,

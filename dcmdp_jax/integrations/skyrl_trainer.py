@@ -15,6 +15,8 @@ folder.
 import os
 from typing import Any
 
+import torch
+
 from dcmdp_jax.integrations.dc_grpo_torch import STATE_FILE, DcGrpo, prefixed, require_columns
 from dcmdp_jax.record import Recorder, record_skyrl
 
@@ -73,6 +75,8 @@ def make_recording_trainer(base: type) -> type:
 def penalize(dc_grpo: DcGrpo, batch: Any) -> dict[str, float]:
     """Penalize a `TrainingInputBatch`'s `advantages` in place and move lambda; return the metrics.
 
+    The advantages are 0 outside `loss_mask`, whatever is there before.
+
     Raises:
         ValueError: if one of the two log-probs is not there, naming what gives it.
     """
@@ -88,5 +92,6 @@ def penalize(dc_grpo: DcGrpo, batch: Any) -> dict[str, float]:
         batch["rollout_logprobs"],
         mask,
     )
-    batch["advantages"] = penalized * mask
+    # Not a product: NaN * 0 is NaN.
+    batch["advantages"] = torch.where(mask.bool(), penalized, 0.0)
     return metrics

@@ -19,6 +19,8 @@ import torch
 from dcmdp_jax.integrations.dc_grpo_torch import DcGrpo, described, require_columns
 
 _LOG = logging.getLogger(__name__)
+_PREFIX = "dc_grpo_"
+"""Begins the name of each of our settings in slime's arguments; all others are slime's."""
 _SETTINGS = (
     "tolerance",
     "multiplier",
@@ -40,13 +42,14 @@ def dc_grpo_advantages(args: Any, rollout_data: dict[str, Any]) -> None:
     Args:
         args: slime's; `dc_grpo_tolerance` and, if given, `dc_grpo_multiplier`,
             `dc_grpo_dual_learning_rate`, `dc_grpo_multiplier_min`, `dc_grpo_multiplier_max`,
-            `dc_grpo_measure`, `dc_grpo_sided`, and `dc_grpo_state`, the JSON file of lambda.
+            `dc_grpo_measure`, `dc_grpo_sided`, and `dc_grpo_state`, the path of lambda's JSON file,
+            or its directory, as in `DcGrpo.save`.
         rollout_data: `log_probs`, `rollout_log_probs`, `loss_masks`, `rewards`, a list entry for
             each sample.
 
     Raises:
-        ValueError: in one line, if a setting or the log-probs are not there, or context parallelism
-            splits samples.
+        ValueError: in one line, if a setting or the log-probs are not there, a setting that begins
+            with dc_grpo_ is unknown, or context parallelism splits samples.
     """
     dc_grpo = _dc_grpo_of_process(args)
     advice = {
@@ -111,16 +114,27 @@ def _dc_grpo_of_process(args: Any) -> DcGrpo:
     """The state of this process, made at the first call."""
     global _state
     if _state is None:
+        _require_known_settings(args)
         if not hasattr(args, "dc_grpo_tolerance"):
             raise ValueError("dc_grpo: set dc_grpo_tolerance in the file of --custom-config-path")
         settings = {
-            name: getattr(args, f"dc_grpo_{name}")
+            name: getattr(args, _PREFIX + name)
             for name in _SETTINGS
-            if hasattr(args, f"dc_grpo_{name}")
+            if hasattr(args, _PREFIX + name)
         }
         _state = DcGrpo(**settings)
         _state.resume(getattr(args, "dc_grpo_state", None) or None)
     return _state
+
+
+def _require_known_settings(args: Any) -> None:
+    """Raise a ValueError that names the arguments with our prefix that are no setting."""
+    known = [_PREFIX + name for name in (*_SETTINGS, "state")]
+    unknown = [name for name in vars(args) if name.startswith(_PREFIX) and name not in known]
+    if unknown:
+        raise ValueError(
+            f"dc_grpo: unknown settings {', '.join(unknown)}: allowed are {', '.join(known)}"
+        )
 
 
 def _over_ranks(sums: torch.Tensor) -> torch.Tensor:

@@ -63,7 +63,8 @@ def register(
 
     Args:
         dc_grpo: c, lambda and what moves it.
-        state_path: JSON file of lambda, read now if it is there and written in each step.
+        state_path: path of lambda's JSON file, or its directory, as in `DcGrpo.save`; read now if
+            it is there and written in each step.
         resume_steps: training steps of the checkpoint that the run resumes from, if it is not the
             last one.
         on_batch: called with each `DataProto` after its advantages are penalized, for example to
@@ -171,7 +172,7 @@ def _replace(function: Callable[..., Any], by: Callable[..., Any]) -> None:
 
 
 def penalize(dc_grpo: DcGrpo, batch: Any) -> None:
-    """Penalize a batch's `advantages` in place and move lambda.
+    """Penalize a batch's `advantages` in place and move lambda; they are 0 outside `response_mask`.
 
     Raises:
         ValueError: if the engine's log-probs are not there, naming the setting.
@@ -184,7 +185,8 @@ def penalize(dc_grpo: DcGrpo, batch: Any) -> None:
         batch["rollout_log_probs"],
         batch["response_mask"],
     )
-    batch["advantages"] = penalized * batch["response_mask"]
+    # Not a product: NaN * 0 is NaN.
+    batch["advantages"] = torch.where(batch["response_mask"].bool(), penalized, 0.0)
     _LOG.info("dc_grpo: %s", described(metrics))
 
 
@@ -218,10 +220,11 @@ def policy_loss(
 ) -> tuple[torch.Tensor, dict[str, Any]]:
     """The clipped surrogate of Eq. 9, averaged as verl does, without dual clip and weights.
 
-    The penalty already answers for the mismatch; weights on top would answer twice.
+    The penalty already answers for the mismatch; weights on top would answer twice. Outside
+    `response_mask` what is given is ignored, NaN included: loss and gradient are 0 there.
 
     Raises:
-        ValueError: if there are importance weights.
+        ValueError: if there are importance weights, or the shapes differ.
     """
     from verl.trainer.ppo.core_algos import agg_loss
 
@@ -236,14 +239,25 @@ def policy_loss(
     high = config.clip_ratio_high
     if high is None:
         high = config.clip_ratio
-    require_same_shape(log_prob=log_prob, response_mask=response_mask)
+    require_same_shape(
+        log_prob=log_prob,
+        old_log_prob=old_log_prob,
+        advantages=advantages,
+        response_mask=response_mask,
+    )
+
+    # Before the arithmetic: a mask after it leaves 0 * NaN in the gradient.
+    mask = response_mask.bool()
+    log_prob = torch.where(mask, log_prob, 0.0)
+    old_log_prob = torch.where(mask, old_log_prob, 0.0)
+    advantages = torch.where(mask, advantages, 0.0)
+
     losses = clipped_surrogate(log_prob, old_log_prob, advantages, clip_low=low, clip_high=high)
-    losses = torch.where(response_mask.bool(), losses, 0.0)
     loss = agg_loss(
         loss_mat=losses,
         loss_mask=response_mask,
         loss_agg_mode=loss_agg_mode,
         **config.global_batch_info,
     )
-    drift = ((log_prob - old_log_prob).detach() * response_mask).sum()
+    drift = (log_prob - old_log_prob).detach().sum()
     return loss, {"actor/ppo_kl": -(drift / response_mask.sum().clamp(min=1)).item()}

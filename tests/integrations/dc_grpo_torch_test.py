@@ -116,6 +116,17 @@ def test_the_surrogate_and_its_gradient_are_ours():
         np.testing.assert_allclose(there.grad.numpy(), gradient, **_CLOSE)
 
 
+def test_the_log_ratio_has_the_gradient_that_its_docstring_says():
+    """-1 + 3 = 2 is inside, 0 + 20 = 20 at the limit, 0 + 21 = 21 outside: clamped to 20."""
+    numerator = torch.tensor([-1.0, 0.0, 0.0], requires_grad=True)
+    denominator = torch.tensor([-3.0, -20.0, -21.0], requires_grad=True)
+    log_ratio = module.clamped_log_ratio(numerator, denominator)
+    log_ratio.sum().backward()
+    assert log_ratio.tolist() == [2.0, 20.0, 20.0]
+    assert numerator.grad.tolist() == [1.0, 1.0, 0.0]
+    assert denominator.grad.tolist() == [-1.0, -1.0, 0.0]
+
+
 def test_a_penalty_by_hand():
     """p = 0.5, 0.4; q = 0.4, 0.6: deltas 0.1 and 0.2, mean 0.15. A = 1, lambda = 2: 0.8 and 0.6. lambda += 10 (0.15 - 0.05)."""  # noqa: E501
     dc_grpo = DcGrpo(tolerance=0.05, multiplier=2.0, dual_learning_rate=10.0, multiplier_max=5.0)
@@ -128,6 +139,18 @@ def test_a_penalty_by_hand():
         "violation"
     ] == pytest.approx(0.1, abs=1e-6)
     assert not penalized.requires_grad
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_penalized_advantages_are_a_constant_in_float32(dtype):
+    """A = 1, lambda = 0.5, delta = 0.25 and 0.5, exact in each dtype: 0.875 and 0.75."""
+    advantages = torch.ones(1, dtype=dtype, requires_grad=True)
+    delta = torch.tensor([[0.25, 0.5]], dtype=dtype, requires_grad=True)
+    multiplier = torch.tensor(0.5, dtype=dtype, requires_grad=True)
+    penalized = module.penalized_advantages(advantages, delta, multiplier)
+    assert not penalized.requires_grad
+    assert penalized.dtype == torch.float32
+    assert penalized.tolist() == [[0.875, 0.75]]
 
 
 def test_processes_share_one_mean_and_an_evaluation_leaves_lambda():
@@ -196,11 +219,73 @@ def test_the_state_is_json_and_comes_back(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("new/dir", "new/dir/dc_grpo.json"),
+        ("step_0.5", "step_0.5/dc_grpo.json"),
+        ("new/lambda.json", "new/lambda.json"),
+        ("old", "old"),
+        ("old.txt", "old.txt"),
+        ("there", "there/dc_grpo.json"),
+        ("there.json", "there.json/dc_grpo.json"),
+    ],
+)
+def test_save_load_and_resume_read_a_path_alike(tmp_path, name, file):
+    """A file that exists, or a name in .json, is a file; any other path is a directory."""
+    state = json.dumps({"multiplier": 0.5, "history": [0.5]})
+    for older in ("old", "old.txt"):
+        (tmp_path / older).write_text(state)
+    for directory in ("there", "there.json"):
+        (tmp_path / directory).mkdir()
+    saved = DcGrpo(tolerance=0.01, multiplier=0.7, history=[0.6, 0.7])
+    saved.save(tmp_path / name)
+    assert json.loads((tmp_path / file).read_text())["multiplier"] == 0.7
+
+    loaded = DcGrpo(tolerance=0.01)
+    loaded.load(str(tmp_path / name))
+    # 0.1, the default, if the state is ignored.
+    resumed = DcGrpo(tolerance=0.01)
+    resumed.resume(str(tmp_path / name))
+    assert (loaded.multiplier, resumed.multiplier) == (0.7, 0.7)
+    resumed.resume(tmp_path / name, steps=1)
+    assert (resumed.multiplier, resumed.history) == (0.6, [0.6])
+
+
+def test_a_state_of_an_older_version_is_read_under_any_name(tmp_path):
+    """Older versions wrote a file under the very name that was given."""
+    (tmp_path / "checkpoints").write_text(json.dumps({"multiplier": 0.7, "history": [0.7]}))
+    resumed = DcGrpo(tolerance=0.01)
+    resumed.resume(tmp_path / "checkpoints")
+    assert (resumed.multiplier, resumed.history) == (0.7, [0.7])
+
+
+def test_without_a_state_load_raises_and_resume_leaves_lambda(tmp_path):
+    dc_grpo = DcGrpo(tolerance=0.01, multiplier=0.7)
+    (tmp_path / "empty").mkdir()
+    for name in ("none", "none.json", "empty"):
+        dc_grpo.resume(tmp_path / name)
+        with pytest.raises(FileNotFoundError):
+            dc_grpo.load(tmp_path / name)
+    dc_grpo.resume(None)
+    assert (dc_grpo.multiplier, dc_grpo.history) == (0.7, [])
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"tolerance": -1}, "tolerance is -1"),
         ({"tolerance": "1e-3"}, "tolerance is '1e-3': must be a number .YAML: 0.001"),
+        ({"tolerance": None}, "^tolerance is None: must be a number$"),
         ({"tolerance": 0.1, "multiplier": 2}, "multiplier is 2"),
+        ({"tolerance": 0.1, "multiplier": "1e-1"}, "^multiplier is '1e-1': must be a number .YAML"),
+        ({"tolerance": 0.1, "multiplier": [0.1]}, r"^multiplier is \[0.1\]: must be a number$"),
+        ({"tolerance": 0.1, "multiplier_min": None}, "^multiplier_min is None: must be a number$"),
+        ({"tolerance": 0.1, "multiplier_max": "1"}, "^multiplier_max is '1': must be a number"),
+        ({"tolerance": 0.1, "multiplier_max": None}, "^multiplier_max is None: must be a number$"),
+        (
+            {"tolerance": 0.1, "dual_learning_rate": "1e-1"},
+            "^dual_learning_rate is '1e-1': must be",
+        ),
         ({"tolerance": 0.1, "multiplier_max": float("inf")}, "finite multiplier_max=inf"),
         ({"tolerance": 0.1, "measure": "kl"}, "measure='kl'"),
     ],
@@ -208,6 +293,14 @@ def test_the_state_is_json_and_comes_back(tmp_path):
 def test_bad_settings_are_refused(options, message):
     with pytest.raises(ValueError, match=message):
         DcGrpo(**options)
+
+
+def test_a_number_of_numpy_or_torch_is_a_float_that_json_takes(tmp_path):
+    """0.25 and 0.5 are exact in float32; as a numpy scalar or a tensor JSON refuses them."""
+    dc_grpo = DcGrpo(tolerance=np.float32(0.25), multiplier=torch.tensor(0.5))
+    dc_grpo.save(tmp_path)
+    state = json.loads((tmp_path / "dc_grpo.json").read_text())
+    assert (state["tolerance"], state["multiplier"]) == (0.25, 0.5)
 
 
 def test_it_imports_neither_jax_nor_the_rest_of_the_package():

@@ -125,6 +125,40 @@ def test_slimes_bad_input_is_refused(monkeypatch):
         slime_hooks.dc_grpo_advantages(args, _slime_batch() | {"rewards": [1.0]})
 
 
+@pytest.mark.parametrize("name", ["dc_grpo_learning_rate", "dc_grpo_tolerence", "dc_grpo_"])
+def test_slimes_unknown_setting_with_our_prefix_is_refused_in_one_line(monkeypatch, name):
+    """Ignored, dc_grpo_learning_rate: 5 would run with a dual learning rate of 1, the default."""
+    monkeypatch.setattr(slime_hooks, "_state", None)
+    args = types.SimpleNamespace(dc_grpo_tolerance=0.02, **{name: 5.0})
+    with pytest.raises(ValueError) as caught:
+        slime_hooks.dc_grpo_advantages(args, _slime_batch())
+    assert str(caught.value) == (
+        f"dc_grpo: unknown settings {name}: allowed are dc_grpo_tolerance, dc_grpo_multiplier, "
+        "dc_grpo_dual_learning_rate, dc_grpo_multiplier_min, dc_grpo_multiplier_max, "
+        "dc_grpo_measure, dc_grpo_sided, dc_grpo_state"
+    )
+
+
+def test_slimes_own_arguments_and_every_setting_of_ours_are_accepted(monkeypatch, tmp_path):
+    monkeypatch.setattr(slime_hooks, "_state", None)
+    args = types.SimpleNamespace(
+        advantage_estimator="grpo",
+        use_dc_grpo=True,
+        dc_grpo="on",
+        grpo_std_normalization=True,
+        dc_grpo_tolerance=0.02,
+        dc_grpo_multiplier=0.5,
+        dc_grpo_dual_learning_rate=2.0,
+        dc_grpo_multiplier_min=0.0,
+        dc_grpo_multiplier_max=1.0,
+        dc_grpo_measure="diff",
+        dc_grpo_sided="two",
+        dc_grpo_state=str(tmp_path),
+    )
+    slime_hooks.dc_grpo_advantages(args, _slime_batch())
+    assert slime_hooks._state.multiplier == pytest.approx(MOVED, abs=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "problem"), [({}, "'tolerance'"), ({"tolerence": 0.1}, "argument 'tolerence'")]
 )
@@ -205,6 +239,104 @@ def test_prime_rls_tokens_without_a_log_prob_are_not_in_the_mean():
     value, _ = loss(LossInputs(P[0] * torch.nan, Q[0], None, A[0].expand(3), torch.ones(3).bool()))
     optimizer.step()
     assert torch.isnan(value) and loss.dc_grpo.history[0] == loss.dc_grpo.history[1]
+
+
+@pytest.mark.parametrize(
+    ("column", "value"),
+    [
+        ("trainer_logprobs", torch.nan),
+        ("trainer_logprobs", -torch.inf),
+        ("inference_logprobs", torch.nan),
+        ("advantages", torch.nan),
+        ("loss_weights", torch.nan),
+    ],
+)
+def test_prime_rl_ignores_what_is_outside_the_mask(column, value):
+    """A = 1, lambda = 0.5, delta = |0.5 - 0.4|: -0.95 at weight 2. A mask on the product leaves NaN
+    in the gradient of the first token.
+    """
+    columns = {
+        "trainer_logprobs": P[0, [2, 0]],
+        "inference_logprobs": Q[0, [2, 0]],
+        "advantages": torch.ones(2),
+        "loss_weights": torch.full((2,), 2.0),
+    }
+    columns[column] = torch.where(torch.tensor([False, True]), columns[column], value)
+    train = columns["trainer_logprobs"].requires_grad_()
+    loss = prime_rl_loss.DcGrpoLoss(tolerance=0.02, multiplier=0.5)
+    inputs = LossInputs(**columns, ref_logprobs=None, loss_mask=torch.tensor([False, True]))
+    total, metrics = loss(inputs)
+    total.backward()
+    assert total.item() == pytest.approx(-1.9, abs=1e-6)
+    torch.testing.assert_close(train.grad, torch.tensor([0.0, -1.9]))
+    assert metrics["dc_grpo/mean"].item() == pytest.approx(0.1, abs=1e-6)
+
+
+_VERL_CONFIG = types.SimpleNamespace(
+    clip_ratio=0.2, clip_ratio_low=0.2, clip_ratio_high=0.24, global_batch_info={}
+)
+
+
+def _token_mean(loss_mat, loss_mask, loss_agg_mode):
+    """verl's `agg_loss` of mode token-mean."""
+    return (loss_mat * loss_mask).sum() / loss_mask.sum()
+
+
+@pytest.mark.parametrize(
+    "outside",
+    [
+        {"log_prob": torch.nan},
+        {"log_prob": -torch.inf},
+        {"log_prob": -torch.inf, "old_log_prob": -torch.inf},
+        {"old_log_prob": torch.nan},
+        {"advantages": torch.nan},
+    ],
+)
+def test_verls_loss_ignores_what_is_outside_the_mask(monkeypatch, outside):
+    """log r = 0.1, A = 1: loss and gradient are -e^0.1 = -1.105171 of one token, the KL is -0.1."""
+    _verl(monkeypatch)["core_algos"].agg_loss = _token_mean
+    mask = torch.tensor([[0, 1]])
+    columns = {
+        "log_prob": torch.tensor([[-0.9, -0.8]]),
+        "old_log_prob": torch.tensor([[-0.9, -0.9]]),
+        "advantages": torch.ones(1, 2),
+    }
+    for name, value in outside.items():
+        columns[name] = torch.where(mask.bool(), columns[name], value)
+    log_prob = columns["log_prob"].requires_grad_()
+    loss, metrics = verl_hooks.policy_loss(**columns, response_mask=mask, config=_VERL_CONFIG)
+    loss.backward()
+    assert loss.item() == pytest.approx(-1.105171, abs=1e-6)
+    torch.testing.assert_close(log_prob.grad, torch.tensor([[0.0, -1.105171]]))
+    assert metrics["actor/ppo_kl"] == pytest.approx(-0.1, abs=1e-6)
+
+
+@pytest.mark.parametrize("name", ["log_prob", "old_log_prob", "advantages", "response_mask"])
+def test_verls_loss_refuses_shapes_that_would_broadcast(monkeypatch, name):
+    _verl(monkeypatch)["core_algos"].agg_loss = _token_mean
+    columns = {"log_prob": P, "old_log_prob": P, "advantages": PENALIZED, "response_mask": MASK}
+    verl_hooks.policy_loss(**columns, config=_VERL_CONFIG)
+    columns[name] = columns[name][:, :1]
+    with pytest.raises(ValueError, match=rf"{name} is \[2, 1\].*: must be the same shape"):
+        verl_hooks.policy_loss(**columns, config=_VERL_CONFIG)
+
+
+@pytest.mark.parametrize(
+    ("penalize", "train", "rollout", "mask"),
+    [
+        (skyrl_trainer.penalize, "action_log_probs", "rollout_logprobs", "loss_mask"),
+        (verl_hooks.penalize, "old_log_probs", "rollout_log_probs", "response_mask"),
+    ],
+)
+def test_an_advantage_outside_the_mask_becomes_0(penalize, train, rollout, mask):
+    """The token outside the mask is the last of `PENALIZED`; NaN * 0 would be NaN."""
+    advantages = A[:, None].expand(2, 3).clone()
+    advantages[1, 2] = torch.nan
+    batch = {"advantages": advantages, train: P, rollout: Q, mask: MASK.int()}
+    dc_grpo = _dc_grpo()
+    penalize(dc_grpo, batch)
+    torch.testing.assert_close(batch["advantages"], PENALIZED)
+    assert dc_grpo.multiplier == pytest.approx(MOVED, abs=1e-6)
 
 
 def test_shapes_that_would_broadcast_are_refused():
