@@ -70,6 +70,8 @@ _BY_ENGINE = (
     "rollout.compute_dtype",
     "rollout.kv_cache_dtype",
 )
+# Arguments that a recording has no use for.
+_OF_ENGINES = ("a", "b", "prompts", "top_p", "earlier", "no_rescoring")
 _FLOOR = "mismatch/noise_floor"
 
 
@@ -88,6 +90,11 @@ def main(argv: list[str]) -> None:
             raise UserError(
                 f"config.{next(iter(overrides))}: a recording has no settings, leave it out"
             )
+        defaults = parsers.probe().parse_args([])
+        for name in _OF_ENGINES:
+            if getattr(arguments, name) != getattr(defaults, name):
+                flag = name.replace("_", "-")
+                raise UserError(f"--{flag}: a recording has no engines to ask, leave it out")
         title, pair = _measure_recording(arguments)
         pairs = [pair]
     else:

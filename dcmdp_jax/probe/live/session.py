@@ -27,6 +27,10 @@ from dcmdp_jax.run.saved_model import Policy, SavedModel
 
 _MOST_LIFTED = 64
 """Completions scored again by an engine without one of its settings."""
+_PROBE_SEED_OFFSET = 13_000_027
+"""Added to the seed: what a run has trained on is likelier now than samples are, and the same seed
+would draw it again.
+"""
 _SYSTEM = "You are a helpful assistant."
 
 
@@ -59,7 +63,7 @@ class Session:
     @property
     def seed(self) -> int:
         """Seed of the samples."""
-        return self.run.config.training.seed
+        return self.run.config.training.seed + _PROBE_SEED_OFFSET
 
     def run_of(self, spec: ProbeSpec) -> Policy:
         """The model of an engine."""
