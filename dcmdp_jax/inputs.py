@@ -51,6 +51,22 @@ def json_object(text: str, name: str) -> dict[str, Any]:
     return value
 
 
+def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object of a user's data, for `object_pairs_hook`.
+
+    Raises:
+        UserError: if a field is there twice; a dict would keep the last one without a word.
+    """
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise UserError(
+            f"field {shorten(repeated)} is there {names.count(repeated)} times; keep one"
+        )
+    return fields
+
+
 def has_tokenizer(directory: str | Path) -> bool:
     """Whether a Hugging Face directory holds a tokenizer: tokenizer.json or vocab.json."""
     return any((Path(directory) / name).is_file() for name in ("tokenizer.json", "vocab.json"))

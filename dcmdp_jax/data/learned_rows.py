@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.errors import UserError, shorten, shorten_name
+from dcmdp_jax.inputs import unique_fields
 from dcmdp_jax.rewards.protocol import LEARNED, Message
 
 # Fields of a message by which fine-tuning services and frameworks say whether its turn is learned
@@ -167,6 +168,8 @@ def _call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
 
 def _parsed(text: str, path: str) -> Any:
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_fields)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is {shorten(text)}, which is not valid JSON ({error})") from None

@@ -13,6 +13,7 @@ from dcmdp_jax.data.learned_rows import (
 )
 from dcmdp_jax.data.tool_calls import Schema
 from dcmdp_jax.errors import UserError, shorten, shorten_name
+from dcmdp_jax.inputs import unique_fields
 from dcmdp_jax.rewards.math import notation, numbers
 from dcmdp_jax.rewards.math.answers import answer_defect
 from dcmdp_jax.rewards.math.references import NoAnswer, answer_text, literal, reason_for_no_answer
@@ -135,7 +136,7 @@ def _parse_json(text: str | bytes) -> _Row:
     if not text.strip():
         raise UserError("the row is empty")
     try:
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=unique_fields)
     except json.JSONDecodeError as error:
         raise UserError(f"not valid JSON ({error.msg} at column {error.colno})") from None
     except UnicodeDecodeError:
