@@ -132,7 +132,7 @@ def test_text_prompts_stay_text():
             "needs a role and a content that are text",
         ),
         ([{"role": "user"}], "needs a role and a content that are text"),
-        (["x"], "every message must be an object"),
+        (["x"], "prompt[0] is 'x', must be an object with role and content"),
     ],
 )
 def test_a_chat_that_can_not_be_asked_is_refused(chat, message):
