@@ -70,8 +70,9 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
     source = path
     if is_directory:
         source = str(directory)
-        if (directory / "config.json").is_file():
-            read_json_object(directory / "config.json")
+        for name in ("config.json", "tokenizer_config.json"):
+            if (directory / name).is_file():
+                read_json_object(directory / name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source,

@@ -26,11 +26,11 @@ _SIZES = {
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
 _OPTIONAL = {
-    "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "rope_theta": "rope.freq_base",
     "rope_local_base_freq": "rope.freq_base_swa",
@@ -167,6 +167,12 @@ class GGUFModel:
             raise UserError(
                 f"{self.path}: its header gives {str(error).removeprefix('config.json: ')}"
             ) from None
+        rotary_size = self.fields.get(f"{family}.rope.dimension_count", config.head_dim)
+        if rotary_size != config.head_dim:
+            raise UserError(
+                f"{self.path}: {family}.rope.dimension_count is {shorten(rotary_size)} for heads of "
+                f"{config.head_dim} dimensions; a rotary embedding of a part is not supported"
+            )
         return config
 
     def _rope_scaling(self, family: str) -> dict[str, Any] | None:
@@ -324,11 +330,11 @@ def _value(field: Any) -> Any:
     return value
 
 
-def header_tokens(fields: Mapping[str, Any]) -> dict[str, int]:
-    """Ids that a header gives, by `bos`, `eos`, `eot`, `eom`, `unknown` and `padding`."""
+def header_tokens(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Ids that a header gives, unchecked, by `bos`, `eos`, `eot`, `eom`, `unknown`, `padding`."""
     numbers = {}
     for kind in ("bos", "eos", "eot", "eom", "unknown", "padding"):
         number = fields.get(f"tokenizer.ggml.{kind}_token_id")
-        if isinstance(number, int):
+        if number is not None:
             numbers[kind] = number
     return numbers

@@ -279,6 +279,11 @@ def test_a_fault_of_config_json_is_named_with_its_reason(tmp_path):
     config.write_text('{"model_type": ')
     with pytest.raises(UserError, match=r"config\.json: not valid JSON \(Expecting value"):
         load_tokenizer(str(tmp_path))
+    config.unlink()
+    config = tmp_path / "tokenizer_config.json"
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: begins with a byte order mark"):
+        load_tokenizer(str(tmp_path))
 
 
 def test_a_directory_without_its_vocabulary_is_refused(tmp_path):
