@@ -223,9 +223,10 @@ def _parquet_rows(path: Path) -> _NamedRows:
             names = file.schema_arrow.names
             repeated = [name for name in names if names.count(name) > 1]
             if repeated:
+                count = names.count(repeated[0])
                 raise UserError(
-                    f"data {path}: {names.count(repeated[0])} columns are named {shorten(repeated[0])}; "
-                    "rename all but one"
+                    f"data {path}: {count} columns are named {shorten(repeated[0])}; rename all "
+                    "but one"
                 )
             index = 0
             # A million rows at once, as Python objects, take several times the file's size.

@@ -165,13 +165,13 @@ class GGUFModel:
                 self._check_rope_factors(config)
         except UserError as error:
             raise UserError(
-                f"{self.path}: its header gives {str(error).removeprefix('config.json: ')}"
+                f"{self.path}: in its header {str(error).removeprefix('config.json: ')}"
             ) from None
         rotary_size = self.fields.get(f"{family}.rope.dimension_count", config.head_dim)
         if rotary_size != config.head_dim:
             raise UserError(
-                f"{self.path}: {family}.rope.dimension_count is {shorten(rotary_size)} for heads of "
-                f"{config.head_dim} dimensions; a rotary embedding of a part is not supported"
+                f"{self.path}: {family}.rope.dimension_count is {shorten(rotary_size)} for heads "
+                f"of {config.head_dim} dimensions; a rotary embedding of a part is not supported"
             )
         return config
 
@@ -195,7 +195,7 @@ class GGUFModel:
         factors = np.asarray(self._tensors[_ROPE_FACTORS].data, np.float32)
         if factors.shape != plain.shape or not np.allclose(plain / scaled, factors, rtol=1e-4):
             raise UserError(
-                f"factors of the rotary embedding ({_ROPE_FACTORS}) that are not Llama 3's; not "
+                f"the factors of the rotary embedding ({_ROPE_FACTORS}) are not Llama 3's; not "
                 "supported"
             )
 

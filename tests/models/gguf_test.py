@@ -342,6 +342,7 @@ def test_damaged_headers_are_refused_or_harmless(tmp_path):
             {"leave_out": "attention.head_count_kv"},
             "qwen2.attention.head_count_kv is missing in its header; fetch the file again",
         ),
+        ({"qwen2.block_count": 0}, "m.gguf: in its header num_hidden_layers is 0, must be"),
         ({"split.count": 3}, "one of 3 parts"),
     ],
 )
