@@ -20,12 +20,18 @@ def read_json_object(path: str | Path) -> dict[str, Any]:
     Raises:
         FileNotFoundError: if it does not exist.
         UserError: naming the file, if it is a FIFO, which would be waited for, not UTF-8, not JSON,
-            nested too deeply, or no object.
+            nested too deeply, or no object, or begins with a byte order mark, which transformers
+            does not read.
     """
     if Path(path).is_fifo():
         raise UserError(f"{path}: is a FIFO, must be a file")
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        text = Path(path).read_text(encoding="utf-8")
+        if text.startswith("\ufeff"):
+            raise UserError(f"{path}: begins with a byte order mark; save it as UTF-8 without BOM")
+        value = json.loads(text)
+    except UserError:
+        raise
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
@@ -49,6 +55,22 @@ def json_object(text: str, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ArgumentError(name, f'got {shorten(text)}, must be a JSON object, {{"name": value}}')
     return value
+
+
+def unique_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object of a user's data, for `object_pairs_hook`.
+
+    Raises:
+        UserError: if a field is there twice; a dict would keep the last one without a word.
+    """
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise UserError(
+            f"field {shorten(repeated)} is there {names.count(repeated)} times; keep one"
+        )
+    return fields
 
 
 def has_tokenizer(directory: str | Path) -> bool:

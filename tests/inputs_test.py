@@ -35,6 +35,7 @@ def test_a_quote_of_nested_lists_stops():
     ("text", "reason"),
     [
         ("", "not valid JSON"),
+        ("\ufeff{}", "begins with a byte order mark; save it as UTF-8 without BOM"),
         ("{'a': 1}", "not valid JSON"),
         ("[" * 10**5, "not valid JSON (maximum recursion depth exceeded"),
         ("[]", "holds a list, must hold a JSON object"),
@@ -46,7 +47,7 @@ def test_a_quote_of_nested_lists_stops():
 )
 def test_a_file_without_an_object_is_named(tmp_path, text, reason):
     path = tmp_path / "file.json"
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     with pytest.raises(ValueError) as caught:
         read_json_object(path)
     assert str(caught.value).startswith(f"{path}: {reason}") and "\n" not in str(caught.value)

@@ -167,9 +167,16 @@ _PARSERS: dict[Any, tuple[str, Callable[[str], Any]]] = {
 
 
 def nearest_name(name: str, names: list[str], sections: list[str]) -> str:
-    """Hint for an unknown dotted name: the nearest setting, or the sections."""
-    tail = name.rpartition(".")[2]
+    """Hint for an unknown dotted name: the nearest setting of its section, or the sections."""
+    section, _, tail = name.rpartition(".")
     near = [other for other in names if other.rpartition(".")[2] == tail]
+    siblings = [other for other in names if section and other.startswith(f"{section}.")]
+    if siblings and not near:
+        # By the words behind the section: any two names with one section are alike.
+        words = [other.removeprefix(f"{section}.").partition(".")[0] for other in siblings]
+        near = [f"{section}.{word}" for word in difflib.get_close_matches(tail, words, n=1)]
+        if not near:
+            return f"`dcmdp settings {section}` lists those of the section"
     if not near:
         near = difflib.get_close_matches(name, names + sections, n=1, cutoff=0.6)
     return f"did you mean {near[0]!r}?" if near else f"sections are {', '.join(sections)}"

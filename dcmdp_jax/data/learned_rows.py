@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.errors import UserError, shorten, shorten_name
+from dcmdp_jax.inputs import unique_fields
 from dcmdp_jax.rewards.protocol import LEARNED, Message
 
 # Fields of a message by which fine-tuning services and frameworks say whether its turn is learned
@@ -139,7 +140,7 @@ def _flag(message: Message, path: str) -> bool | None:
 def _calls(calls: Any, path: str) -> list[dict[str, Any]]:
     """The calls of a message, their arguments as objects."""
     if isinstance(calls, str):
-        calls = _parsed(calls, f"{path}.tool_calls")
+        calls = parse_field(calls, f"{path}.tool_calls")
     if calls is None:
         return []
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
@@ -156,7 +157,7 @@ def _call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
         arguments = {}
     elif isinstance(arguments, str):  # as OpenAI's files have them
-        arguments = _parsed(arguments, f"{path}.arguments")
+        arguments = parse_field(arguments, f"{path}.arguments")
     if not isinstance(arguments, Mapping):
         raise UserError(f"{path}.arguments is {shorten(arguments)}, must be a JSON object")
     function = {**function, "arguments": dict(arguments)}
@@ -165,8 +166,15 @@ def _call(call: Mapping[str, Any], path: str) -> dict[str, Any]:
     return function
 
 
-def _parsed(text: str, path: str) -> Any:
+def parse_field(text: str, path: str) -> Any:
+    """The value of a field that is JSON text.
+
+    Raises:
+        UserError: naming the field, if it is not valid JSON or has a field twice.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, object_pairs_hook=unique_fields)
+    except UserError as error:
+        raise UserError(f"{path}: {error}") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} is {shorten(text)}, which is not valid JSON ({error})") from None

@@ -220,12 +220,24 @@ def _parquet_rows(path: Path) -> _NamedRows:
 
     try:
         with pq.ParquetFile(path) as file:
+            names = file.schema_arrow.names
+            repeated = [name for name in names if names.count(name) > 1]
+            if repeated:
+                count = names.count(repeated[0])
+                raise UserError(
+                    f"data {path}: {count} columns are named {shorten(repeated[0])}; rename all "
+                    "but one"
+                )
             index = 0
             # A million rows at once, as Python objects, take several times the file's size.
             for batch in file.iter_batches():
                 for row in batch.to_pylist():
                     yield f"{path}: row {index}", row
                     index += 1
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"data {path}: holds text that is not UTF-8 ({error}); write the file with UTF-8 text"
+        ) from None
     except (pa.ArrowException, OSError) as error:
         raise UserError(
             f"data {path}: not a readable parquet file ({str(error).splitlines()[0]})"

@@ -10,9 +10,11 @@ from dcmdp_jax.data.learned_rows import (
     check_row_weight,
     messages_to_learn,
     messages_to_read,
+    parse_field,
 )
 from dcmdp_jax.data.tool_calls import Schema
 from dcmdp_jax.errors import UserError, shorten, shorten_name
+from dcmdp_jax.inputs import unique_fields
 from dcmdp_jax.rewards.math import notation, numbers
 from dcmdp_jax.rewards.math.answers import answer_defect
 from dcmdp_jax.rewards.math.references import NoAnswer, answer_text, literal, reason_for_no_answer
@@ -117,7 +119,7 @@ def problem_from_row(
         columns = {name: row[name] for name in row if name not in _NO_COLUMNS}
     tools = ()
     if messages or completion:
-        tools = _tools(fields)
+        tools = _tools(fields, is_checked=learned)
     return Problem(
         prompt=prompt,
         answer=answer,
@@ -135,7 +137,7 @@ def _parse_json(text: str | bytes) -> _Row:
     if not text.strip():
         raise UserError("the row is empty")
     try:
-        row = json.loads(text)
+        row = json.loads(text, object_pairs_hook=unique_fields)
     except json.JSONDecodeError as error:
         raise UserError(f"not valid JSON ({error.msg} at column {error.colno})") from None
     except UnicodeDecodeError:
@@ -175,6 +177,8 @@ def _prompt(row: _Row) -> tuple[str, tuple[Message, ...]]:
 def _completion(row: _Row) -> tuple[str, tuple[Message, ...]]:
     """What is learned of a row: the text after its prompt, or the assistant's of messages."""
     field, *_ = _present(row, _COMPLETION_FIELDS, "completion")
+    if field == "messages" and row.get("completion"):
+        raise UserError("fields 'messages' and 'completion' may both be learned; take one out")
     value = _chat_or_text(row[field], field)
     if isinstance(value, str) and field != "messages":
         if not value.strip():
@@ -207,16 +211,16 @@ def _chat_or_text(value: Any, field: str) -> Any:
         if isinstance(value, dict):
             value = [value]
     if isinstance(value, list):
-        return tuple(_message(message, field) for message in value)
+        return tuple(
+            _message(message, f"{field}[{number}]") for number, message in enumerate(value)
+        )
     return value
 
 
-def _message(message: Any, field: str) -> Message:
+def _message(message: Any, path: str) -> Message:
     """A message with text as content, without the null fields that a table gives it."""
     if not isinstance(message, Mapping):
-        raise UserError(
-            f"field {field!r}: every message must be an object with a role and a content"
-        )
+        raise UserError(f"{path} is {shorten(message)}, must be an object with role and content")
     entries = {str(name): value for name, value in message.items() if value is not None}
     content = entries.get("content")
     if content is None and entries.get("tool_calls"):
@@ -224,7 +228,7 @@ def _message(message: Any, field: str) -> Message:
     if isinstance(content, list) and all(map(_is_text_block, content)):
         content = "".join(block["text"] for block in content)
     if not isinstance(entries.get("role"), str) or not isinstance(content, str):
-        raise UserError(f"field {field!r}: every message needs a role and a content that are text")
+        raise UserError(f"{path} is {shorten(message)}, needs a role and a content that are text")
     return entries | {"content": content}
 
 
@@ -234,16 +238,18 @@ def _is_text_block(block: Any) -> bool:
     return isinstance(block.get("text"), str)
 
 
-def _tools(row: _Row) -> tuple[Schema, ...]:
+def _tools(row: _Row, *, is_checked: bool) -> tuple[Schema, ...]:
     """The column `tools` if it is a list of JSON schemas or the text of one, else nothing.
 
-    Any other is for the reward alone.
+    Any other is for the reward alone. With `is_checked`, text must be valid JSON.
     """
     tools = row.get("tools")
-    if isinstance(tools, str):
+    if isinstance(tools, str) and tools.strip():
         try:
-            tools = json.loads(tools)
-        except ValueError:
+            tools = parse_field(tools, "tools")
+        except UserError:
+            if is_checked:
+                raise
             return ()
     schemas = isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)
     return tuple(tools) if schemas else ()

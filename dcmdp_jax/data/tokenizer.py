@@ -70,6 +70,9 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
     source = path
     if is_directory:
         source = str(directory)
+        for name in ("config.json", "tokenizer_config.json"):
+            if (directory / name).is_file():
+                read_json_object(directory / name)
     try:
         tokenizer = AutoTokenizer.from_pretrained(
             source,
@@ -78,9 +81,11 @@ def load_tokenizer(path: str, *, vocab_size: int | None = None) -> PreTrainedTok
         )
     # Missing files, broken JSON and unknown classes all raise differently.
     except Exception as error:
-        first_line, *_ = (str(error).strip() or type(error).__name__).splitlines()
-        reason = shorten_name(first_line)
-        raise UserError(f"tokenizer {path}: not loadable ({reason})") from error
+        reason = shorten_name(one_line(error) or type(error).__name__)
+        name = f"tokenizer {path}"
+        if type(error).__name__.startswith("StrictDataclass"):  # huggingface_hub's, of a field
+            name = f"{path}/config.json"
+        raise UserError(f"{name}: not loadable ({reason})") from error
     check_tokenizer(tokenizer)
 
     if not is_directory:

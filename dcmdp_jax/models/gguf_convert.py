@@ -7,6 +7,7 @@ import subprocess
 import sys
 import tempfile
 import zipfile
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,7 @@ _NORMAL = 1
 _CONTROL = 3
 _USER_DEFINED = 4
 _UNUSED = 5
+_TYPES = range(1, 7)
 _SPACE = "▁"
 
 
@@ -233,9 +235,10 @@ def write_tokenizer(model: GGUFModel, directory: Path) -> None:
     tokens = model.field("tokenizer.ggml.tokens", list)
     numbers = header_tokens(fields)
     for name, number in numbers.items():
-        if not 0 <= number < len(tokens):
+        if not isinstance(number, int) or not 0 <= number < len(tokens):
             raise UserError(
-                f"{path}: tokenizer.ggml.{name}_token_id is {number}, which is no token"
+                f"{path}: tokenizer.ggml.{name}_token_id is {shorten(number)}, which is no token; "
+                f"its tokens are 0 to {len(tokens) - 1}"
             )
 
     tokenizer, pre_tokenizer = _tokenizer(model)
@@ -293,6 +296,18 @@ def _tokenizer(model: GGUFModel) -> tuple[Tokenizer, str]:
     if len(types) != len(tokens):
         raise UserError(
             f"{path}: tokenizer.ggml.token_type has {len(types)} entries for {len(tokens)} tokens"
+        )
+    for number, token_type in enumerate(types):
+        if token_type not in _TYPES:
+            raise UserError(
+                f"{path}: tokenizer.ggml.token_type[{number}] is {shorten(token_type)}, must be 1 "
+                "to 6; fetch the file again"
+            )
+    repeated = [token for token, count in Counter(tokens).items() if count > 1]
+    if repeated:
+        raise UserError(
+            f"{path}: tokenizer.ggml.tokens has {shorten(repeated[0])} more than once; fetch the "
+            "file again"
         )
     if scored:
         return _scored_bpe(model, tokens, merges, types), "sentencepiece"

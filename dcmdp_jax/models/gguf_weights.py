@@ -26,11 +26,11 @@ _SIZES = {
     "intermediate_size": "feed_forward_length",
     "num_hidden_layers": "block_count",
     "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
     "max_position_embeddings": "context_length",
     "rms_norm_eps": "attention.layer_norm_rms_epsilon",
 }
 _OPTIONAL = {
-    "num_key_value_heads": "attention.head_count_kv",
     "head_dim": "attention.key_length",
     "rope_theta": "rope.freq_base",
     "rope_local_base_freq": "rope.freq_base_swa",
@@ -165,8 +165,14 @@ class GGUFModel:
                 self._check_rope_factors(config)
         except UserError as error:
             raise UserError(
-                f"{self.path}: its header gives {str(error).removeprefix('config.json: ')}"
+                f"{self.path}: in its header {str(error).removeprefix('config.json: ')}"
             ) from None
+        rotary_size = self.fields.get(f"{family}.rope.dimension_count", config.head_dim)
+        if rotary_size != config.head_dim:
+            raise UserError(
+                f"{self.path}: {family}.rope.dimension_count is {shorten(rotary_size)} for heads "
+                f"of {config.head_dim} dimensions; a rotary embedding of a part is not supported"
+            )
         return config
 
     def _rope_scaling(self, family: str) -> dict[str, Any] | None:
@@ -189,7 +195,7 @@ class GGUFModel:
         factors = np.asarray(self._tensors[_ROPE_FACTORS].data, np.float32)
         if factors.shape != plain.shape or not np.allclose(plain / scaled, factors, rtol=1e-4):
             raise UserError(
-                f"factors of the rotary embedding ({_ROPE_FACTORS}) that are not Llama 3's; not "
+                f"the factors of the rotary embedding ({_ROPE_FACTORS}) are not Llama 3's; not "
                 "supported"
             )
 
@@ -324,11 +330,11 @@ def _value(field: Any) -> Any:
     return value
 
 
-def header_tokens(fields: Mapping[str, Any]) -> dict[str, int]:
-    """Ids that a header gives, by `bos`, `eos`, `eot`, `eom`, `unknown` and `padding`."""
+def header_tokens(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Ids that a header gives, unchecked, by `bos`, `eos`, `eot`, `eom`, `unknown`, `padding`."""
     numbers = {}
     for kind in ("bos", "eos", "eot", "eom", "unknown", "padding"):
         number = fields.get(f"tokenizer.ggml.{kind}_token_id")
-        if isinstance(number, int):
+        if number is not None:
             numbers[kind] = number
     return numbers

@@ -106,6 +106,7 @@ def test_every_setting_is_in_the_defaults_and_the_other_way_round():
         ("rollout.groupsize", "rollout.group_size"),
         ("training.group_size", "rollout.group_size"),  # the right name in the wrong section
         ("optimiser", "optimizer"),
+        ("rollout.vlm", "rollout.vllm"),
         ("rundir", "run_dir"),
         ("multiplier", "algorithm.multiplier"),
     ],
@@ -121,6 +122,20 @@ def test_a_name_like_no_other_gets_the_sections():
     assert line.startswith(
         "config.qqq: no such setting; sections are run_dir, model, task, rewards, rollout, "
         "algorithm"
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "section"),
+    [
+        ("rollout.foo", "rollout"),  # not 'rollout'
+        ("rollout.local.foo", "rollout.local"),  # not 'rollout.local.tensor'
+        ("rewards.bar", "rewards"),
+    ],
+)
+def test_a_name_like_none_of_its_section_gets_no_other_name(name, section):
+    assert str(unknown_setting(name)) == (
+        f"config.{name}: no such setting; `dcmdp settings {section}` lists those of the section"
     )
 
 

@@ -207,6 +207,16 @@ def test_weights_of_numpy_and_of_a_table_are_read(tmp_path):
             _chat({"content": "", "tool_calls": "call"}),
             r"messages\[1\].tool_calls is .*not valid JSON",
         ),
+        (
+            _chat({"content": "", "tool_calls": [_call('{"a": 1, "a": 2}')]}),
+            r"tool_calls\[0\].arguments: field 'a' is there 2 times",
+        ),
+        (_chat({"content": "5"}) | {"tools": "[{"}, r"tools is '\[{', which is not valid JSON"),
+        (
+            _chat({"content": "5"}) | {"prompt": "?", "completion": "6"},
+            "fields 'messages' and 'completion' may both be learned; take one out",
+        ),
+        (_chat({"content": None}), r"messages\[1\] is {.*}, needs a role and a content"),
     ],
 )
 def test_what_can_not_be_obeyed_is_refused_by_name(row, said):
@@ -223,3 +233,9 @@ def test_a_weight_of_one_on_a_row_and_of_zero_on_a_user_changes_nothing():
     }
     assert _learned(row | {"weight": 1}) == [True]
     assert "train" not in _problem(row).completion[0]
+
+
+def test_a_prompt_beside_messages_and_empty_tools_change_nothing():
+    row = _chat({"content": "5"})
+    others = {"prompt": "another", "completion": "", "tools": " "}
+    assert _problem(row | others) == _problem(row)

@@ -12,6 +12,7 @@ import pytest
 
 from dcmdp_jax.data.problems import load_problems
 from dcmdp_jax.data.rows import problem_from_row
+from dcmdp_jax.errors import UserError
 
 _DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data"
 _needs_data = pytest.mark.skipif(
@@ -128,6 +129,14 @@ def test_messages_before_the_prompt_are_kept():
     [
         ("{not json}\n", "not valid JSON"),
         ("[1, 2]\n", "a JSON list, not an object"),
+        (
+            '{"prompt": "p", "answer": "1", "answer": "2"}\n',
+            "field 'answer' is there 2 times; keep one",
+        ),
+        (
+            '{"prompt": [{"role": "user", "content": "p", "content": "q"}], "answer": "1"}\n',
+            "field 'content' is there 2 times",
+        ),
         (json.dumps({"answer": "2"}) + "\n", "no prompt in any of the fields"),
         (json.dumps({"prompt": "1+1?"}) + "\n", "no answer in any of the fields"),
         (json.dumps(_dapo("  ")) + "\n", "the prompt is empty"),
@@ -165,6 +174,23 @@ def test_invalid_utf8_is_a_bad_row(tmp_path):
     path.write_bytes(b'{"prompt": "\xff\xfe", "answer": "1"}\n')
     with pytest.raises(ValueError, match=r"rows\.jsonl:1: not valid UTF-8"):
         load_problems(str(path))
+
+
+def test_parquet_text_that_is_not_utf8_is_refused_in_one_line(tmp_path):
+    offsets = pa.py_buffer(bytes([0, 0, 0, 0, 2, 0, 0, 0]))
+    text = pa.Array.from_buffers(pa.string(), 1, [None, offsets, pa.py_buffer(b"\xff?")])
+    pq.write_table(pa.table({"prompt": text, "answer": ["1"]}), tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=r"rows\.parquet: holds text that is not UTF-8") as raised:
+        load_problems(str(tmp_path / "rows.parquet"))
+    assert "\n" not in str(raised.value)
+
+
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path):
+    columns = [pa.array(["p"]), pa.array(["1"]), pa.array(["2"])]
+    table = pa.Table.from_arrays(columns, names=["prompt", "answer", "answer"])
+    pq.write_table(table, tmp_path / "rows.parquet")
+    with pytest.raises(UserError, match=r"rows\.parquet: 2 columns are named 'answer'"):
+        load_problems(str(tmp_path / "rows.parquet"))
 
 
 @pytest.mark.parametrize(

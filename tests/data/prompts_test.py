@@ -267,6 +267,25 @@ def test_load_tokenizer(tmp_path):
         load_tokenizer(str(tmp_path / "more"), vocab_size=104)
 
 
+def test_a_fault_of_config_json_is_named_with_its_reason(tmp_path):
+    build_tokenizer().save_pretrained(tmp_path)
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "llama", "hidden_size": 64.0}')
+    with pytest.raises(
+        UserError, match=r"config\.json: not loadable \(.*'hidden_size'.*expected int.*64\.0"
+    ) as raised:
+        load_tokenizer(str(tmp_path))
+    assert "\n" not in str(raised.value)
+    config.write_text('{"model_type": ')
+    with pytest.raises(UserError, match=r"config\.json: not valid JSON \(Expecting value"):
+        load_tokenizer(str(tmp_path))
+    config.unlink()
+    config = tmp_path / "tokenizer_config.json"
+    config.write_bytes(b"\xef\xbb\xbf" + config.read_bytes())
+    with pytest.raises(UserError, match=r"tokenizer_config\.json: begins with a byte order mark"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_directory_without_its_vocabulary_is_refused(tmp_path):
     build_tokenizer().save_pretrained(tmp_path)
     # transformers would make a Qwen2 tokenizer with one token of it, chat template and end token

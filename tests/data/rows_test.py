@@ -132,7 +132,7 @@ def test_text_prompts_stay_text():
             "needs a role and a content that are text",
         ),
         ([{"role": "user"}], "needs a role and a content that are text"),
-        (["x"], "every message must be an object"),
+        (["x"], "prompt[0] is 'x', must be an object with role and content"),
     ],
 )
 def test_a_chat_that_can_not_be_asked_is_refused(chat, message):
@@ -164,6 +164,8 @@ _ASKED = {"problem": "How many eggs are left?"}
         ({"ground_truth": r'["\\frac{3}{4}"]'}, r"\frac{3}{4}"),
         ({"ground_truth": r'["\frac{3}{4}"]'}, r"\frac{3}{4}"),  # in JSON, \f is a form feed
         ({"answer": ["17"]}, "17"),
+        ({"answer": 1e23}, "1" + 23 * "0"),  # not 99999999999999991611392
+        ({"answer": -27.0}, "-27"),
         ({"answer": "[17]"}, "17"),
         ({"answer": '"17"'}, "17"),
         ({"answer": "[1, 7]"}, "[1, 7]"),  # an interval

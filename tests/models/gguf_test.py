@@ -325,6 +325,24 @@ def test_damaged_headers_are_refused_or_harmless(tmp_path):
         ({"tokenizer.ggml.merges": ["q zz"]}, "tokenizer.ggml.merges do not fit its tokens"),
         ({"tokenizer.ggml.token_type": [1, 1]}, "tokenizer.ggml.token_type has 2 entries for"),
         ({"tokenizer.ggml.eos_token_id": 70000}, "tokenizer.ggml.eos_token_id is 70000"),
+        ({"tokenizer.ggml.eos_token_id": "x"}, "tokenizer.ggml.eos_token_id is 'x', which is no"),
+        (
+            {"tokenizer.ggml.token_type": [77] * len(_TOKENS)},
+            "tokenizer.ggml.token_type[0] is 77, must be 1 to 6",
+        ),
+        (
+            {"tokenizer.ggml.tokens": [*_TOKENS[:-1], "he"]},
+            "tokenizer.ggml.tokens has 'he' more than once",
+        ),
+        (
+            {"qwen2.rope.dimension_count": 8},
+            "qwen2.rope.dimension_count is 8 for heads of 16 dimensions",
+        ),
+        (
+            {"leave_out": "attention.head_count_kv"},
+            "qwen2.attention.head_count_kv is missing in its header; fetch the file again",
+        ),
+        ({"qwen2.block_count": 0}, "m.gguf: in its header num_hidden_layers is 0, must be"),
         ({"split.count": 3}, "one of 3 parts"),
     ],
 )

@@ -26,7 +26,7 @@ _BRACES = re.compile(
     r"(?:(?P<open>\{(?:\{(?![^{}\\]*+\}))*+)|(?P<close>\}++)|(?P<box>\\boxed\s*+\{)|\\?\Z)",
     re.DOTALL,
 )
-_SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]*+\|>")
+_SPECIAL_TOKEN = re.compile(r"<\|[^|<>\s]*+\|>|[\u200b\ufeff]")
 _SPACE = re.compile(r"\s+")
 _ESCAPED = re.compile(r"\\.", re.DOTALL)
 _DELIMITER = re.compile(r"(?P<literal>\\\\|\\\$)|\$\$?|\\[\[\]()]")
@@ -228,7 +228,7 @@ def has_box(text: str) -> bool:
 
 
 def without_special_tokens(text: str) -> str:
-    """The text without tokens of the form `<|im_end|>`."""
+    """The text without tokens of the form `<|im_end|>`, zero-width spaces and byte order marks."""
     return _SPECIAL_TOKEN.sub("", text)
 
 

@@ -5,6 +5,7 @@ import html
 import json
 import math
 import re
+from decimal import Decimal
 from typing import Any
 
 from dcmdp_jax.errors import UserError, shorten
@@ -84,7 +85,8 @@ def answer_text(value: Any, field: str) -> str:
         return stated[1].removesuffix(".").strip()
     if isinstance(value, float) and math.isfinite(value):
         if value.is_integer():
-            return str(int(value))
+            # 1e23 as it is written; its float is 99999999999999991611392.
+            return str(int(Decimal(repr(value))))
         return repr(value)
     if isinstance(value, int) and not isinstance(value, bool):
         return str(value)

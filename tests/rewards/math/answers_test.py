@@ -34,6 +34,7 @@ from dcmdp_jax.rewards.math.numbers import parse_number
         ("**Answer:** $42$", "$42$"),
         ("ANSWER:\n42", "42"),
         ("Answer: 42<|im_end|>", "42"),
+        ("Answer: 42\u200b", "42"),
         ("Answer: 1\n\\boxed{2}\nAnswer: 3", "2"),  # a box wins over a line
         ("Answer: \\boxed{4", None),
         ("the answer is 42", None),
@@ -197,6 +198,8 @@ def test_digit_groups_and_leading_zeros_are_the_integer(value):
         ("0 042", "42", None),
         ("x+1", "1+x", None),
         ("", "5", False),
+        ("42", "\ufeff42\u200b", True),
+        ("4\u200b2", "43", False),
     ],
 )
 def test_compare_literals(prediction, gold, equal):
