@@ -109,9 +109,10 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
     missing = lacking[framework]
     nearest = FORMATS[framework]
     if not missing:
-        row = next(_file_rows(path, nearest, left_out), None)
-        if row is None:
+        first_row = next(_file_rows(path, nearest, left_out), None)
+        if first_row is None:
             return None
+        _, row = first_row
         if framework == "recorder":
             framework = str(row.get("framework") or "columns")
         return RecordedFile(
@@ -139,7 +140,7 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
 
 def _refuse_columns(path: Path, names: list[str], listed: str, left_out: LeftOut) -> None:
     """Say which columns of the first row hold log-probs and token ids, or that there are none."""
-    row = next(read_rows(path, {}, names, left_out=left_out), {})
+    _, row = next(read_rows(path, {}, names, left_out=left_out), ("", {}))
     logprobs = []
     ids = []
     for name in names:
@@ -182,23 +183,44 @@ def format_of(framework: str) -> Format:
     return FORMATS.get(framework, FORMATS["recorder"])
 
 
-def rows_of(
-    file: RecordedFile, left_out: LeftOut
-) -> Iterator[tuple[StepRank, str | None, Columns, Cells]]:
-    """Place, source, columns and cells of each row of a file.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordedRow:
+    """A row of a recording.
 
-    The columns name what this row has.
+    Attributes:
+        where: file and line or row, for errors.
+        step_rank: where it was recorded.
+        source: task or environment, if known.
+        columns: names what this row has.
+        cells: by column.
     """
-    file_format = format_of(file.framework)
-    for row in _file_rows(file.path, file_format, left_out):
-        step_rank = file_format.step_rank(file.path, row)
-        source = _source_name(row.get(file_format.source))
-        file_format.prepare(row)
-        present = {
-            kind: name for kind, name in file_format.optional.items() if row.get(name) is not None
-        }
-        columns = dataclasses.replace(file_format.columns, **present)
-        yield step_rank, source, columns, row
+
+    where: str
+    step_rank: StepRank
+    source: str | None
+    columns: Columns
+    cells: Cells
+
+
+def rows_of(files: Sequence[RecordedFile], left_out: LeftOut) -> Iterator[RecordedRow]:
+    """The rows of a recording's files."""
+    for file in files:
+        file_format = format_of(file.framework)
+        for where, cells in _file_rows(file.path, file_format, left_out):
+            step_rank = file_format.step_rank(file.path, cells)
+            file_format.prepare(cells)
+            present = {
+                kind: name
+                for kind, name in file_format.optional.items()
+                if cells.get(name) is not None
+            }
+            yield RecordedRow(
+                where=where,
+                step_rank=step_rank,
+                source=_source_name(cells.get(file_format.source)),
+                columns=dataclasses.replace(file_format.columns, **present),
+                cells=cells,
+            )
 
 
 def files_below(directory: Path) -> list[Path]:
@@ -247,17 +269,18 @@ def _keys(path: Path, left_out: LeftOut) -> list[str]:
     return column_names(path, left_out)
 
 
-def _file_rows(path: Path, file_format: Format, left_out: LeftOut) -> Iterator[Cells]:
+def _file_rows(path: Path, file_format: Format, left_out: LeftOut) -> Iterator[tuple[str, Cells]]:
     if path.suffix == ".pt":
         payload = _load_torch(path)
         # Of the whole rollout, before samples are filtered out.
         rewards = dict(enumerate(payload.get("raw_reward") or []))
-        for sample in payload["samples"]:
-            yield {
+        for number, sample in enumerate(payload["samples"], start=1):
+            row = {
                 **sample,
                 "rollout_id": payload.get("rollout_id"),
                 "reward": rewards.get(sample.get("rollout_position")),
             }
+            yield f"{path}, row {number}", row
         return
     optional = [*file_format.optional.values(), file_format.source, *_PLACE, *_SHOWN]
     yield from read_rows(path, file_format.columns.options(), optional, left_out=left_out)

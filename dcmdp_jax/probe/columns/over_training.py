@@ -242,23 +242,23 @@ def read_run(
     rewards = collections.defaultdict(list)
 
     def rows() -> Iterator[tuple[int | None, Row]]:
-        for file in files:
-            for number, (step_rank, source, columns, cells) in enumerate(rows_of(file, left_out)):
-                row = checked_row(f"{file.path}, row {number}", cells, columns, left_out)
-                sample.add(row)
-                if not len(row["token"]):
-                    continue
-                recorded.add(step_rank)
-                delta = probability_difference(row["train"], row["rollout"])
-                sums = (1, len(delta), delta.sum())
-                if step_rank.rank is not None:
-                    rank_sums[step_rank.rank] += sums
-                if source is not None:
-                    source_sums[source] += sums
-                reward = cells.get("reward")
-                if isinstance(reward, int | float):
-                    rewards[step_rank.step].append(reward)
-                yield step_rank.step, row
+        for read in rows_of(files, left_out):
+            row = checked_row(read.where, read.cells, read.columns, left_out)
+            sample.add(row)
+            if not len(row["token"]):
+                continue
+            step_rank = read.step_rank
+            recorded.add(step_rank)
+            delta = probability_difference(row["train"], row["rollout"])
+            sums = (1, len(delta), delta.sum())
+            if step_rank.rank is not None:
+                rank_sums[step_rank.rank] += sums
+            if read.source is not None:
+                source_sums[read.source] += sums
+            reward = read.cells.get("reward")
+            if isinstance(reward, int | float):
+                rewards[step_rank.step].append(reward)
+            yield step_rank.step, row
 
     steps: dict[int, StepMismatch] = {}
     for step, group in itertools.groupby(rows(), key=lambda numbered: numbered[0]):
@@ -321,8 +321,8 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
             )
     sample = RowSample(max_tokens)
     left_out = LeftOut()
-    for number, cells in enumerate(read_rows(path, columns.options(), left_out=left_out)):
-        sample.add(checked_row(f"{path}, row {number}", cells, columns, left_out))
+    for where, cells in read_rows(path, columns.options(), left_out=left_out):
+        sample.add(checked_row(where, cells, columns, left_out))
     return Recording(
         pairs=sample.pairs(path, columns, left_out),
         rows=sample.rows,

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.data.top_logprobs import list_problems
-from dcmdp_jax.errors import UserError, shorten
+from dcmdp_jax.errors import UserError, naming, shorten
 from dcmdp_jax.probe.columns.pairs import TokenPairs, make_pairs, measure_states
 from dcmdp_jax.probe.columns.recording_files import LeftOut
 from dcmdp_jax.record import unpacked_top
@@ -125,7 +125,8 @@ def checked_row(
 
 def _aligned(where: str, cells: Cells, columns: Columns) -> Row:
     """The cells that have an entry for each token, as float64 arrays of one length; null is NaN."""
-    row: Row = {"token": _numbers(where, columns.token, cells[columns.token])}
+    with naming(where):
+        row: Row = {"token": numbers(columns.token, cells[columns.token])}
     length = len(row["token"])
     for kind in ("train", "rollout", "mask", "entropy", "lag"):
         name = getattr(columns, kind)
@@ -134,7 +135,8 @@ def _aligned(where: str, cells: Cells, columns: Columns) -> Row:
         cell = cells[name]
         if kind == "lag" and isinstance(cell, int | float):
             cell = [cell] * length
-        row[kind] = _numbers(where, name, cell, truths=kind == "mask")
+        with naming(where):
+            row[kind] = numbers(name, cell, truths=kind == "mask")
         if len(row[kind]) != length:
             raise UserError(
                 f"{where}: {name} has {len(row[kind])} entries, {columns.token} has {length}; "
@@ -237,24 +239,32 @@ def _top_tokens(where: str, cell: Any, sampled: np.ndarray, row: Row) -> tuple[n
     return ids, train, rollout
 
 
-def _numbers(where: str, name: str, cell: Any, *, truths: bool = False) -> np.ndarray:
+def numbers(name: str, cell: Any, *, truths: bool = False) -> np.ndarray:
     """[n] float64; null, which is how JSON may have NaN, is NaN.
 
     Args:
-        where: file and row, for errors.
         name: the column.
         cell: its cell.
         truths: whether true and false are 1 and 0; else they are no numbers.
+
+    Raises:
+        UserError: it is no list of numbers, with the first entry that is none.
     """
+    refused = {str, bytes} if truths else {str, bytes, bool}
     if isinstance(cell, np.ndarray) and cell.dtype.kind in ("iufb" if truths else "iuf"):
         values = cell.astype(np.float64)
     elif isinstance(cell, str | bytes | dict):
         values = None
     else:
-        values = _listed_numbers(cell, {str, bytes} if truths else {str, bytes, bool})
-    if values is None or values.ndim != 1:
-        raise UserError(f"{where}: {name} is {shorten(cell)}, must be a list of numbers")
-    return values
+        values = _listed_numbers(cell, refused)
+    if values is not None and values.ndim == 1:
+        return values
+    if isinstance(cell, list | np.ndarray):
+        for token, entry in enumerate(cell):
+            single = _listed_numbers([entry], refused)
+            if single is None or single.ndim != 1:
+                raise UserError(f"{name} is {shorten(entry)} at token {token}, must be a number")
+    raise UserError(f"{name} is {shorten(cell)}, must be a list of numbers")
 
 
 def _listed_numbers(cell: Any, refused: set[type]) -> np.ndarray | None:

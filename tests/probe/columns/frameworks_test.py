@@ -308,7 +308,7 @@ def test_a_wrong_value_is_named_with_file_row_and_the_frameworks_own_column(tmp_
     path.parent.mkdir()
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(
-        UserError, match="rank_0.jsonl, row 3: inference_logprobs is 0.5 at token 9"
+        UserError, match="rank_0.jsonl, line 4: inference_logprobs is 0.5 at token 9"
     ):
         _read(path)
 
