@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.engines.process_memory import show_torch
-from dcmdp_jax.errors import UserError, shorten_name
-from dcmdp_jax.probe.columns.recording import Cells, Columns
+from dcmdp_jax.errors import UserError, naming, shorten, shorten_name
+from dcmdp_jax.probe.columns.recording import Cells, Columns, numbers, refuse
 from dcmdp_jax.probe.columns.recording_files import (
     LeftOut,
     UnreadableError,
@@ -49,7 +49,7 @@ class Format:
         columns: names of the columns that it always has.
         named: regular expression of the step, or of step and rank, in a path; by default none is
             found.
-        numbered: columns of step and rank in each row, of a file whose path does not say them.
+        numbered: columns of step and rank in each row; a path that says them must agree.
         writer: who writes it, for people.
         marks: further columns of each row, which tell it from the others.
         optional: kind of column -> name, used where a row has it.
@@ -73,16 +73,23 @@ class Format:
         return {*self.columns.options().values(), *self.marks}
 
     def step_rank(self, path: Path, row: Mapping[str, Any]) -> StepRank:
-        """Step and rank at which a row of a file was recorded."""
+        """Step and rank at which a row of a file was recorded.
+
+        Raises:
+            UserError: one of them is no whole number, or the path says another.
+        """
+        recorded = [_whole_number(name, row.get(name)) for name in self.numbered]
         match = re.search(self.named, path.as_posix())
-        if match:
-            return StepRank(*map(int, match.groups()))
-        numbers = []
-        for name in self.numbered:
-            value = row.get(name)
-            is_number = isinstance(value, int) and not isinstance(value, bool)
-            numbers.append(value if is_number else None)
-        return StepRank(*numbers)
+        if not match:
+            return StepRank(*recorded)
+        in_path = list(map(int, match.groups()))
+        for name, value, expected in zip(self.numbered, recorded, in_path, strict=False):
+            if value not in (None, expected):
+                raise UserError(
+                    f"{name} is {value}, the file's name says {expected}; leave out a copy, or "
+                    "name the file by what it holds"
+                )
+        return StepRank(*in_path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,13 +119,15 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
         first_row = next(_file_rows(path, nearest, left_out), None)
         if first_row is None:
             return None
-        _, row = first_row
+        where, row = first_row
+        with naming(where):
+            step_rank = nearest.step_rank(path, row)
         if framework == "recorder":
             framework = str(row.get("framework") or "columns")
         return RecordedFile(
             path=path,
             framework=framework,
-            step_rank=nearest.step_rank(path, row),
+            step_rank=step_rank,
         )
 
     listed = shorten_name(", ".join(map(str, keys)))
@@ -136,6 +145,16 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
         f"{path}: no format knows it. Keys found: {listed}. Formats tried: {formats}. "
         "Columns of other names are given by --train-column, --rollout-column and so on"
     )
+
+
+def _whole_number(name: str, value: Any) -> int | None:
+    """A step or a rank, which pandas writes as 1.0 beside nulls; None where there is none."""
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or value % 1 != 0:
+        raise UserError(f"{name} is {shorten(value)}, must be a whole number")
+    return int(value)
 
 
 def _refuse_columns(path: Path, names: list[str], listed: str, left_out: LeftOut) -> None:
@@ -203,17 +222,36 @@ class RecordedRow:
 
 
 def rows_of(files: Sequence[RecordedFile], left_out: LeftOut) -> Iterator[RecordedRow]:
-    """The rows of a recording's files."""
+    """The rows of a recording's files.
+
+    Raises:
+        UserError: naming a row that has a step, a mask, entropies or ages and the rows before it
+            have none, or the other way round.
+    """
+    first_names = None
     for file in files:
         file_format = format_of(file.framework)
         for where, cells in _file_rows(file.path, file_format, left_out):
-            step_rank = file_format.step_rank(file.path, cells)
-            file_format.prepare(cells)
+            with naming(where):
+                step_rank = file_format.step_rank(file.path, cells)
+                file_format.prepare(cells)
             present = {
                 kind: name
                 for kind, name in file_format.optional.items()
                 if cells.get(name) is not None
             }
+            names = {name for kind, name in present.items() if kind in _OF_EVERY_ROW}
+            if step_rank.step is not None:
+                names.add("step")
+
+            if first_names is None:
+                first_names = names
+            for name in sorted(names ^ first_names):
+                difference = "is given, the rows before have none"
+                if name in first_names:
+                    difference = "is null or missing, the rows before have it"
+                raise UserError(f"{where}: {name} {difference}; give it to every row or to none")
+
             yield RecordedRow(
                 where=where,
                 step_rank=step_rank,
@@ -305,6 +343,8 @@ def _load_torch(path: Path) -> Any:
         ) from None
 
 
+_OF_EVERY_ROW = ("mask", "entropy", "lag")
+"""Kinds of optional columns that the rows of a recording have together or not at all."""
 _PLACE = ("step", "rank", "framework")
 _SHOWN = ("reward", "advantage", "advantages", "prompt_id", "prompt_token_ids")
 """Columns that `dcmdp view` shows of a completion."""
@@ -337,9 +377,14 @@ def _slime_sample(row: Cells) -> None:
 
 
 def _own_row(row: Cells) -> None:
-    """Add the age of a token's weights; a token of step k is sampled for version k - 1's update."""
-    versions = np.asarray(row["policy_versions"])
-    row["lag"] = np.where(np.asarray(row["mask"], bool), row["step"] - 1 - versions, 0)
+    """Make ages of versions; a token of step k is sampled for version k - 1's update."""
+    step = row.get("step")
+    if step is None:
+        raise UserError("step is null or missing; each row of a run has its step, leave others out")
+    versions = numbers("policy_versions", row["policy_versions"])
+    future = ~(versions < step)
+    refuse("policy_versions", versions, future, f"must be below the row's step, {step}")
+    row["policy_versions"] = step - 1 - versions
 
 
 FORMATS = {
@@ -390,10 +435,10 @@ FORMATS = {
             mask="mask",
             lag="policy_versions",
         ),
-        optional={"lag": "lag", "top": "top"},
+        optional={"top": "top"},
         source="source",
         named=r"step_(\d+)\.parquet$",
-        numbered=(),
+        numbered=("step",),
         prepare=_own_row,
         writer="this trainer, rollouts/ of a run directory",
     ),

@@ -244,7 +244,7 @@ def read_run(
     def rows() -> Iterator[tuple[int | None, Row]]:
         for read in rows_of(files, left_out):
             row = checked_row(read.where, read.cells, read.columns, left_out)
-            sample.add(row)
+            sample.add(row, read.where)
             if not len(row["token"]):
                 continue
             step_rank = read.step_rank
@@ -322,7 +322,7 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
     sample = RowSample(max_tokens)
     left_out = LeftOut()
     for where, cells in read_rows(path, columns.options(), left_out=left_out):
-        sample.add(checked_row(where, cells, columns, left_out))
+        sample.add(checked_row(where, cells, columns, left_out), where)
     return Recording(
         pairs=sample.pairs(path, columns, left_out),
         rows=sample.rows,

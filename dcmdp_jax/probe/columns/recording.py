@@ -96,7 +96,7 @@ def checked_row(
     if "mask" in row:
         mask = row.pop("mask")
         sampled = mask == 1
-        _refuse(
+        refuse(
             f"{where}: {columns.mask}",
             mask,
             ~sampled & (mask != 0),
@@ -146,7 +146,8 @@ def _aligned(where: str, cells: Cells, columns: Columns) -> Row:
     return row
 
 
-def _refuse(name: str, values: np.ndarray, wrong: np.ndarray, rule: str) -> None:
+def refuse(name: str, values: np.ndarray, wrong: np.ndarray, rule: str) -> None:
+    """Raise UserError with the first of the wrong values, its token and the rule."""
     if not wrong.any():
         return
     token = int(np.argmax(wrong))
@@ -161,7 +162,7 @@ def _refuse(name: str, values: np.ndarray, wrong: np.ndarray, rule: str) -> None
 
 def _whole(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
     right = (values >= 0) & (values <= _LARGEST) & (values == np.floor(values))
-    _refuse(name, values, sampled & ~right, f"must be a whole number from 0 to {_LARGEST:,}")
+    refuse(name, values, sampled & ~right, f"must be a whole number from 0 to {_LARGEST:,}")
     return values[sampled].astype(np.int32)
 
 
@@ -169,7 +170,7 @@ def _finite(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
     # In float32, which the columns are kept in: -1e300 is infinite there.
     with np.errstate(over="ignore"):
         single = values.astype(np.float32)
-    _refuse(name, values, sampled & ~np.isfinite(single), "every value must be finite in float32")
+    refuse(name, values, sampled & ~np.isfinite(single), "every value must be finite in float32")
     return single[sampled]
 
 
@@ -180,13 +181,13 @@ def _logprobs(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
         hint = "; they look negated"
         if logprobs.max(initial=0.0) <= 1:
             hint = "; they look like probabilities: take the logarithm"
-    _refuse(name, values, sampled & (values > _ROUNDING), f"a log-prob is at most 0{hint}")
+    refuse(name, values, sampled & (values > _ROUNDING), f"a log-prob is at most 0{hint}")
     return np.minimum(logprobs, np.float32(0))
 
 
 def _entropies(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
     entropies = _finite(name, values, sampled)
-    _refuse(name, values, sampled & (values < -_ROUNDING), "an entropy is at least 0")
+    refuse(name, values, sampled & (values < -_ROUNDING), "an entropy is at least 0")
     return np.maximum(entropies, np.float32(0))
 
 
@@ -318,14 +319,29 @@ class RowSample:
         self._max_tokens = max_tokens
         self._tokens = 0
         self._sample: dict[int, Row] = {}
+        self._has_entropy: bool | None = None
         self.rows = 0
         self.stride = 1
 
-    def add(self, row: Row) -> None:
-        """Take the next row, or leave it out."""
+    def add(self, row: Row, where: str) -> None:
+        """Take the next row, or leave it out.
+
+        Raises:
+            UserError: naming `where`: it has entropies and earlier rows have none, or the other way
+                round.
+        """
         number = self.rows
         self.rows += 1
-        if number % self.stride or not len(row["token"]):
+        if not len(row["token"]):
+            return
+        has_entropy = "entropy" in row
+        if self._has_entropy not in (None, has_entropy):
+            difference = "entropies are given, those of the rows before are null or NaN"
+            if not has_entropy:
+                difference = "each entropy is null or NaN, the rows before have them"
+            raise UserError(f"{where}: {difference}; give them to every row or to none")
+        self._has_entropy = has_entropy
+        if number % self.stride:
             return
         self._sample[number] = row
         self._tokens += len(row["token"])

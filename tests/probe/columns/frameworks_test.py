@@ -11,6 +11,8 @@ import warnings
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from dcmdp_jax.commands import probe, view
@@ -668,3 +670,121 @@ def test_a_recorder_warns_of_later_steps_that_may_be_of_another_run(tmp_path):
         write(2, 5)  # resumed after step 1: none is left behind
     with pytest.warns(UserWarning, match=r"/r has steps up to 4, this recording begins at 0: if"):
         write(0, 2)
+
+
+_GENERIC = {
+    "token_ids": [7, 8],
+    "train_logprobs": [-0.5, -0.25],
+    "rollout_logprobs": [-0.75, -0.25],
+}
+
+
+def _generic(path, rows):
+    """A file of rows of the recorder's names: `_GENERIC` and the given cells."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(_GENERIC | row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"), [("mask", [0, 1]), ("entropies", [1.0, 1.0]), ("lag", 2), ("step", 1)]
+)
+def test_a_column_that_some_rows_lack_is_refused(name, cell, tmp_path):
+    row = {name: cell}
+    for absent in ({}, {name: None}):
+        path = _generic(tmp_path / "r.jsonl", [row, row, absent, row])
+        lacks = f"r.jsonl, line 3: {name} is null or missing, the rows before have it; give it"
+        with pytest.raises(UserError, match=lacks):
+            _read(path)
+        with pytest.raises(UserError, match=f"line 2: {name} is given, the rows before have none"):
+            _read(_generic(path, [absent, row]))
+    # So are the files of one recording among each other.
+    first = _generic(tmp_path / "a.jsonl", [row])
+    second = _generic(tmp_path / "b.jsonl", [{}])
+    with pytest.raises(UserError, match=f"jsonl, line 1: {name} is "):
+        _read(first, second)
+    assert _read(_generic(path, [row, row])).rows == 2
+
+
+def test_the_viewer_takes_no_prompt_for_a_completion(tmp_path):
+    path = _generic(tmp_path / "r.jsonl", [{"mask": [0, 1]}, {}])
+    with pytest.raises(UserError, match="line 2: mask is null or missing"):
+        view.main(["view", str(path), "--out", str(tmp_path / "v")])
+
+
+def test_a_whole_step_of_pandas_is_read_and_other_steps_are_refused(tmp_path):
+    rows = [{"step": 1.0, "rank": 0.0}, {"step": 2.0, "rank": 0.0}]
+    steps = _read(_generic(tmp_path / "r.jsonl", rows)).over_training.steps
+    assert [step.step for step in steps] == [1, 2]
+    for value, text in (("1", "'1'"), (1.5, "1.5"), (True, "True"), ([1], r"\[1\]")):
+        path = _generic(tmp_path / "r.jsonl", [{"step": value}])
+        with pytest.raises(UserError, match=f"r.jsonl, line 1: step is {text}, must be a whole"):
+            _read(path)
+    # The first row tells the framework; later ones are checked alike.
+    path = _generic(tmp_path / "r.jsonl", [{"step": 1}, {"step": "1"}])
+    with pytest.raises(UserError, match="r.jsonl, line 2: step is '1', must be a whole number"):
+        _read(path)
+
+
+def test_a_file_whose_name_and_rows_say_different_steps_or_ranks_is_refused(tmp_path):
+    path = _generic(tmp_path / "step_3" / "rank_0.jsonl", [{"step": 5, "rank": 0}])
+    with pytest.raises(UserError, match="line 1: step is 5, the file's name says 3; leave out a"):
+        _read(path)
+    path = _generic(tmp_path / "step_3" / "rank_1.jsonl", [{"step": 3, "rank": 0}])
+    with pytest.raises(UserError, match="line 1: rank is 0, the file's name says 1; leave out a"):
+        _read(path)
+    own = tmp_path / "rollouts" / "step_41.parquet"
+    own.parent.mkdir()
+    shutil.copy(FIXTURES / "dcmdp" / "rollouts" / "step_31.parquet", own)
+    with pytest.raises(UserError, match="parquet, row 1: step is 31, the file's name says 41"):
+        _read(own)
+
+
+_OWN = {
+    "step without one": ({"step": None}, "step is null or missing; each row of a run has"),
+    "step as text": ({"step": "5"}, "step is '5', must be a whole number"),
+    "versions null": ({"policy_versions": None}, "policy_versions is None, must be a list of"),
+    "a version null": (
+        {"policy_versions": [-1, 4, None]},
+        "policy_versions is NaN or null at token 2; must be below the row's step, 5",
+    ),
+    "a version of the future": (
+        {"policy_versions": [-1, 5, 4]},
+        "policy_versions is 5 at token 1; must be below the row's step, 5",
+    ),
+    "versions short": (
+        {"policy_versions": [-1, 4]},
+        "policy_versions has 2 entries, token_ids has 3",
+    ),
+    "mask short": ({"mask": [False, True]}, "mask has 2 entries, token_ids has 3"),
+    "mask null": ({"mask": None}, "mask is None, must be a list of numbers"),
+}
+
+
+@pytest.mark.parametrize(("cells", "message"), _OWN.values(), ids=_OWN)
+def test_a_wrong_row_of_a_run_is_one_line(cells, message, tmp_path):
+    row = {
+        "prompt_id": 0,
+        "step": 5,
+        "token_ids": [7, 8, 9],
+        "train_logprobs": [0.0, -0.5, -0.25],
+        "rollout_logprobs": [0.0, -0.75, -0.25],
+        "mask": [False, True, True],
+        "policy_versions": [-1, 4, 2],
+    }
+    path = tmp_path / "rollouts" / "step_5.parquet"
+    path.parent.mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row]), path)
+    # Weights of version 4 are those of step 5; version 2 is two steps older.
+    assert _read(path).pairs.lags.tolist() == [0, 2, 0, 2]
+    if cells == {"step": "5"}:
+        row = row | cells
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row | cells]), path)
+    with pytest.raises(UserError, match=f"step_5.parquet, row [12]: {message}") as raised:
+        _read(path)
+    assert "\n" not in str(raised.value)
+    if cells == {"step": None}:
+        del row["step"]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+        with pytest.raises(UserError, match="row 1: step is null or missing"):
+            _read(path)

@@ -355,3 +355,19 @@ def test_a_blank_line_counts_as_a_line(tmp_path):
     path.write_text("\n" + json.dumps(_ROW | {"rollout": [-1.0]}) + "\n")
     with pytest.raises(UserError, match="recording.jsonl, line 2: rollout has 1 entries"):
         read_recording(path, _COLUMNS, max_tokens=9)
+
+
+def test_entropies_of_some_rows_alone_are_refused(tmp_path):
+    known = _ROW | {"entropy": [1.0, 1.0, 1.0]}
+    unknown = _ROW | {"entropy": [None] * 3}
+    columns = Columns("ids", "train", "rollout", entropy="entropy")
+    with pytest.raises(UserError, match="line 2: each entropy is null or NaN, the rows before"):
+        _read(tmp_path, [known, unknown], columns)
+    # Every row is compared, also one that the bounded memory leaves out.
+    with pytest.raises(UserError, match="line 4: entropies are given, those of the rows before"):
+        _read(tmp_path, [unknown, unknown, unknown, known], columns, max_tokens=1)
+    # A row without a sampled token has no entropy to lack.
+    none_sampled = unknown | {"mask": [0, 0, 0]}
+    columns = Columns("ids", "train", "rollout", mask="mask", entropy="entropy")
+    pairs = _read(tmp_path, [known | {"mask": [1, 1, 1]}, none_sampled], columns).pairs
+    assert pairs.entropies.tolist() == [1.0, 1.0, 1.0]
