@@ -30,11 +30,15 @@ class LeftOut:
     Attributes:
         tokens: sampled tokens of which a log-prob or an entropy is null, NaN or infinite.
         first: file, row and column of the first of them.
+        rewards: rewards that are null, NaN or infinite, of a recording that has others.
+        first_reward: file and row of the first of them.
         unfinished: files that end in the middle of a line or of a step, with the place.
     """
 
     tokens: int = 0
     first: str = ""
+    rewards: int = 0
+    first_reward: str = ""
     unfinished: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
@@ -43,6 +47,11 @@ class LeftOut:
             descriptions.append(
                 f"{self.tokens:,} tokens whose log-prob or entropy is null, NaN or infinite, "
                 f"the first in {self.first}"
+            )
+        if self.rewards:
+            descriptions.append(
+                f"{self.rewards:,} rewards that are null, NaN or infinite, of their step's mean, "
+                f"the first in {self.first_reward}"
             )
         if self.unfinished:
             first, *others = self.unfinished

@@ -5,6 +5,7 @@ cause named.
 import functools
 import gzip
 import json
+import math
 import os
 import shutil
 import warnings
@@ -788,3 +789,35 @@ def test_a_wrong_row_of_a_run_is_one_line(cells, message, tmp_path):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
         with pytest.raises(UserError, match="row 1: step is null or missing"):
             _read(path)
+
+
+def test_a_missing_reward_is_left_out_of_its_steps_mean_and_said(tmp_path, capsys):
+    rows = [{"step": step, "reward": reward} for step in (1, 2) for reward in (1.0, 0.5, 0.0)]
+    for missing in (None, math.nan, math.inf):
+        rows[1]["reward"] = missing
+        path = _generic(tmp_path / "r.jsonl", rows)
+        over = _read(path).over_training
+        # Two of three completions: (1 + 0) / 2.
+        assert [step.reward for step in over.steps] == [0.5, 0.5]
+        assert over.without_collapse.startswith("fewer than 10 steps")
+        _, said, _ = _probe(capsys, path, "--out", tmp_path / "out")
+        line = "left out: 1 rewards that are null, NaN or infinite, of their step's mean, the first"
+        assert line in said and f"{path}, line 2" in said
+    # A step without any reward has no mean; the others have.
+    for row in rows[3:]:
+        row["reward"] = None
+    over = _read(_generic(tmp_path / "r.jsonl", rows)).over_training
+    assert over.without_collapse.startswith("no reward in 1 of 2 steps, the first is step 2: ")
+    # A recording without rewards lacks none.
+    _, said, _ = _probe(capsys, _generic(tmp_path / "s.jsonl", [{}]), "--out", tmp_path / "out")
+    assert "left out" not in said
+
+
+@pytest.mark.parametrize("reward", ["0.5", [1.0], {}, 10**400])
+def test_a_reward_that_is_no_number_is_refused(reward, tmp_path):
+    path = _generic(tmp_path / "r.jsonl", [{"step": 1, "reward": 0.5}, {"step": 1}])
+    assert _read(path).rows == 2
+    _generic(path, [{"step": 1, "reward": 0.5}, {"step": 1, "reward": reward}])
+    with pytest.raises(UserError, match="r.jsonl, line 2: reward is .*, must be one number") as bad:
+        _read(path)
+    assert "\n" not in str(bad.value)
