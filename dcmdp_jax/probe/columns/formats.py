@@ -20,6 +20,7 @@ from dcmdp_jax.probe.columns.recording_files import (
     UnreadableError,
     column_names,
     read_rows,
+    require,
     suffix_of,
 )
 
@@ -309,19 +310,51 @@ def _keys(path: Path, left_out: LeftOut) -> list[str]:
 
 def _file_rows(path: Path, file_format: Format, left_out: LeftOut) -> Iterator[tuple[str, Cells]]:
     if path.suffix == ".pt":
-        payload = _load_torch(path)
-        # Of the whole rollout, before samples are filtered out.
-        rewards = dict(enumerate(payload.get("raw_reward") or []))
-        for number, sample in enumerate(payload["samples"], start=1):
-            row = {
-                **sample,
-                "rollout_id": payload.get("rollout_id"),
-                "reward": rewards.get(sample.get("rollout_position")),
-            }
-            yield f"{path}, row {number}", row
+        yield from _slime_rows(path, file_format)
         return
     optional = [*file_format.optional.values(), file_format.source, *_PLACE, *_SHOWN]
     yield from read_rows(path, file_format.columns.options(), optional, left_out=left_out)
+
+
+def _slime_rows(path: Path, file_format: Format) -> Iterator[tuple[str, Cells]]:
+    """The samples of a slime dump, with tensors as lists and numbers."""
+    payload = _load_torch(path)
+    version = _plain(payload["format_version"])
+    if version != _SLIME_VERSION:
+        raise UserError(
+            f"{path}: format_version is {shorten(version)}, must be {_SLIME_VERSION}: its columns "
+            "may mean something else; dump with a slime that writes this version"
+        )
+    # Of the whole rollout, before samples are filtered out.
+    rewards = _plain(payload.get("raw_reward"))
+    if rewards is None:
+        rewards = []
+    if not isinstance(rewards, list):
+        raise UserError(
+            f"{path}: raw_reward is {shorten(rewards)}, must be a list with one reward a sample of "
+            "the rollout"
+        )
+
+    rewards_by_position = dict(enumerate(rewards))
+    for number, sample in enumerate(payload["samples"], start=1):
+        where = f"{path}, row {number}"
+        if not isinstance(sample, dict):
+            raise UserError(f"{where}: the sample is {shorten(sample)}, must be a dict")
+        row = {name: _plain(cell) for name, cell in sample.items()}
+        present = [name for name, cell in row.items() if cell is not None]
+        require(where, file_format.columns.options(), present)
+        row["rollout_id"] = _plain(payload.get("rollout_id"))
+        position = row.get("rollout_position")
+        if isinstance(position, int):
+            row["reward"] = _plain(rewards_by_position.get(position))
+        yield where, row
+
+
+def _plain(cell: Any) -> Any:
+    """A tensor as a list or a number; anything else as it is."""
+    if hasattr(cell, "tolist"):
+        return cell.tolist()
+    return cell
 
 
 @functools.lru_cache(maxsize=1)
@@ -339,12 +372,25 @@ def _load_torch(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its unpickler does
         raise UnreadableError(
-            f"{path}: not readable by torch ({shorten_name(' '.join(str(error).split()))})"
+            f"{path}: not readable by torch ({_torch_reason(error)}); dump it again, or leave it "
+            "out"
         ) from None
+
+
+def _torch_reason(error: Exception) -> str:
+    """The first sentence of torch's error without terminal codes; ours where that says nothing."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
+    sentence = lines[0].partition(". ")[0] if lines else ""
+    # A cut file is an invalid argument of the system, a file of text a number.
+    if isinstance(error, OSError | KeyError) or " " not in sentence:
+        return "it is empty, cut or no torch file"
+    return shorten_name(sentence)
 
 
 _OF_EVERY_ROW = ("mask", "entropy", "lag")
 """Kinds of optional columns that the rows of a recording have together or not at all."""
+_SLIME_VERSION = 2
+"""`format_version` of the dumps whose columns are known."""
 _PLACE = ("step", "rank", "framework")
 _SHOWN = ("reward", "advantage", "advantages", "prompt_id", "prompt_token_ids")
 """Columns that `dcmdp view` shows of a completion."""
@@ -368,12 +414,9 @@ def _nemo_row(row: Cells) -> None:
 
 
 def _slime_sample(row: Cells) -> None:
-    """Tensors to lists, and the response's tokens alone: `tokens` has the prompt too."""
-    for name in ("tokens", "log_probs", "rollout_log_probs", "loss_masks", "advantages"):
-        if hasattr(row.get(name), "tolist"):
-            row[name] = row[name].tolist()
-    if isinstance(row.get("tokens"), list) and isinstance(row.get("rollout_log_probs"), list):
-        row["tokens"] = row["tokens"][len(row["tokens"]) - len(row["rollout_log_probs"]) :]
+    """Keep the response's tokens, which the mask has: `tokens` has the prompt too."""
+    if isinstance(row["tokens"], list) and isinstance(row["loss_masks"], list):
+        row["tokens"] = row["tokens"][max(len(row["tokens"]) - len(row["loss_masks"]), 0) :]
 
 
 def _own_row(row: Cells) -> None:

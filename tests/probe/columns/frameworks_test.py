@@ -821,3 +821,115 @@ def test_a_reward_that_is_no_number_is_refused(reward, tmp_path):
     with pytest.raises(UserError, match="r.jsonl, line 2: reward is .*, must be one number") as bad:
         _read(path)
     assert "\n" not in str(bad.value)
+
+
+def _slime_dump(path, change=lambda payload: None):
+    """Two samples of slime with a prompt of one token, changed and saved."""
+    torch = pytest.importorskip("torch", reason="slime's dumps are torch files")
+    samples = []
+    for position in range(2):
+        samples.append(
+            {
+                "tokens": torch.tensor([9, 7, 8]),
+                "log_probs": torch.tensor([-0.5, -0.25]),
+                "rollout_log_probs": torch.tensor([-0.75, -0.25]),
+                "loss_masks": torch.ones(2, dtype=torch.int32),
+                "rollout_position": position,
+            }
+        )
+    payload = {
+        "format_version": 2,
+        "rollout_id": 3,
+        "raw_reward": [1.0, 0.5],
+        "samples": samples,
+    }
+    change(payload)
+    torch.save(payload, path)
+    return path
+
+
+def test_slimes_numbers_are_read_as_tensors_too(tmp_path):
+    torch = pytest.importorskip("torch", reason="slime's dumps are torch files")
+
+    def to_tensors(payload):
+        for name in ("format_version", "rollout_id", "raw_reward"):
+            payload[name] = torch.tensor(payload[name])
+        for sample in payload["samples"]:
+            sample["rollout_position"] = torch.tensor(sample["rollout_position"])
+
+    def to_list_of_tensors(payload):
+        payload["raw_reward"] = list(torch.tensor([1.0, 0.5]))
+
+    for change in (lambda payload: None, to_tensors, to_list_of_tensors):
+        recording = _read(_slime_dump(tmp_path / "train_3.pt", change))
+        [step] = recording.over_training.steps
+        assert (step.step, step.reward) == (3, 0.75)
+        assert recording.pairs.token_ids.tolist() == [7, 8, 7, 8]
+
+
+_SLIME = {
+    "rewards as a number": (
+        lambda payload: payload.update(raw_reward=1.0),
+        "train_3.pt: raw_reward is 1.0, must be a list with one reward a sample",
+    ),
+    "a sample that is no dict": (
+        lambda payload: payload["samples"].append(3),
+        "train_3.pt, row 3: the sample is 3, must be a dict",
+    ),
+    "an older version": (
+        lambda payload: payload.update(format_version=1),
+        "train_3.pt: format_version is 1, must be 2",
+    ),
+    "a later version": (
+        lambda payload: payload.update(format_version=3),
+        "train_3.pt: format_version is 3, must be 2",
+    ),
+    "a sample without a column": (
+        lambda payload: payload["samples"][1].pop("rollout_log_probs"),
+        "train_3.pt, row 2: no column 'rollout_log_probs'",
+    ),
+    "a column that is None": (
+        lambda payload: payload["samples"][1].update(rollout_log_probs=None),
+        "train_3.pt, row 2: no column 'rollout_log_probs'",
+    ),
+    "a column of another length": (
+        lambda payload: payload["samples"][1].update(rollout_log_probs=[-0.75]),
+        "train_3.pt, row 2: rollout_log_probs has 1 entries, tokens has 2",
+    ),
+    "half a rollout": (
+        lambda payload: payload.update(rollout_id=3.5),
+        "train_3.pt, row 1: rollout_id is 3.5, must be a whole number",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), _SLIME.values(), ids=_SLIME)
+def test_a_wrong_dump_of_slime_is_one_line(change, message, tmp_path):
+    path = _slime_dump(tmp_path / "train_3.pt", change)
+    with pytest.raises(UserError, match=message) as raised:
+        _read(path)
+    assert "\n" not in str(raised.value)
+
+
+class _Unknown:
+    """A class that a torch file of plain values may not hold."""
+
+
+def test_a_torch_file_that_is_not_readable_is_said_in_plain_words(tmp_path):
+    torch = pytest.importorskip("torch", reason="slime's dumps are torch files")
+    path = tmp_path / "train_3.pt"
+    # A cut file of many tensors is an invalid argument for the system; others torch names.
+    many = [torch.zeros(9) for _ in range(200)]
+    _slime_dump(path, lambda payload: payload.update(other=many))
+    whole = path.read_bytes()
+    ours = r"train_3.pt: not readable by torch \(it is empty, cut or no torch file\); dump it again"
+    for content in (b"", b"hello", whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=ours):
+            _read(path)
+    _slime_dump(path, lambda payload: payload.update(other=_Unknown()))
+    with pytest.raises(
+        UserError, match=r"by torch \(Weights only load failed\); dump it"
+    ) as raised:
+        _read(path)
+    assert "\x1b" not in str(raised.value)
