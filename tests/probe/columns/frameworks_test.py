@@ -860,8 +860,10 @@ def test_slimes_numbers_are_read_as_tensors_too(tmp_path):
     def to_list_of_tensors(payload):
         payload["raw_reward"] = list(torch.tensor([1.0, 0.5]))
 
-    for change in (lambda payload: None, to_tensors, to_list_of_tensors):
-        recording = _read(_slime_dump(tmp_path / "train_3.pt", change))
+    # A file each: the last one that was read is cached by its path.
+    changes = {"plain": lambda payload: None, "all": to_tensors, "rewards": to_list_of_tensors}
+    for name, change in changes.items():
+        recording = _read(_slime_dump(tmp_path / f"{name}.pt", change))
         [step] = recording.over_training.steps
         assert (step.step, step.reward) == (3, 0.75)
         assert recording.pairs.token_ids.tolist() == [7, 8, 7, 8]
