@@ -45,6 +45,7 @@ from dcmdp_jax.observe.metric_names import current_name
 from dcmdp_jax.version import __version__
 
 _LARGEST_STEP = np.iinfo(np.int64).max
+"""Steps are kept in int64."""
 
 
 def record_start(run_dir: Path, step: int, devices: int, started: datetime | None = None) -> None:

@@ -153,8 +153,8 @@ def _whole_number(name: str, value: Any) -> int | None:
     if value is None:
         return None
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not is_number or value % 1 != 0:
-        raise UserError(f"{name} is {shorten(value)}, must be a whole number")
+    if not is_number or value % 1 != 0 or abs(value) >= 2**63:
+        raise UserError(f"{name} is {shorten(value)}, must be a whole number of int64")
     return int(value)
 
 

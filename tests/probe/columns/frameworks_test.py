@@ -717,7 +717,13 @@ def test_a_whole_step_of_pandas_is_read_and_other_steps_are_refused(tmp_path):
     rows = [{"step": 1.0, "rank": 0.0}, {"step": 2.0, "rank": 0.0}]
     steps = _read(_generic(tmp_path / "r.jsonl", rows)).over_training.steps
     assert [step.step for step in steps] == [1, 2]
-    for value, text in (("1", "'1'"), (1.5, "1.5"), (True, "True"), ([1], r"\[1\]")):
+    for value, text in (
+        ("1", "'1'"),
+        (1.5, "1.5"),
+        (True, "True"),
+        (10**30, "10+"),
+        ([1], r"\[1\]"),
+    ):
         path = _generic(tmp_path / "r.jsonl", [{"step": value}])
         with pytest.raises(UserError, match=f"r.jsonl, line 1: step is {text}, must be a whole"):
             _read(path)
