@@ -138,36 +138,34 @@ def _recorded(paths: list[str], label: str | None, tokenizer: str | None) -> Ite
         decode = functools.cache(loaded.decode)
 
     left_out = recording_files.LeftOut()
-    for file in over_training.find_files(paths, left_out):
-        for number, (step_rank, source, columns, cells) in enumerate(
-            formats.rows_of(file, left_out)
-        ):
-            row = recording.checked_row(
-                f"{file.path}, row {number}",
-                cells,
-                columns,
-                left_out,
-                keep_lists=True,
-            )
-            if not len(row["token"]):
-                continue
+    files = over_training.find_files(paths, left_out)
+    for read in formats.rows_of(files, left_out):
+        row = recording.checked_row(
+            read.where,
+            read.cells,
+            read.columns,
+            left_out,
+            keep_lists=True,
+        )
+        if not len(row["token"]):
+            continue
 
-            top = None
-            if recording.LISTS[0] in row:
-                states = zip(*(row[name] for name in recording.LISTS), strict=True)
-                top = [_top_tokens(word, *state) for state in states]
-            yield Completion(
-                run=label,
-                step=step_rank.step,
-                source=source,
-                prompt=_prompt(cells, decode),
-                tokens=list(map(word, row["token"].tolist())),
-                train_probs=np.exp(row["train"].astype(np.float64)),
-                rollout_probs=np.exp(row["rollout"].astype(np.float64)),
-                top=top,
-                reward=_number(cells.get("reward")),
-                advantage=_advantage(cells),
-            )
+        top = None
+        if recording.LISTS[0] in row:
+            states = zip(*(row[name] for name in recording.LISTS), strict=True)
+            top = [_top_tokens(word, *state) for state in states]
+        yield Completion(
+            run=label,
+            step=read.step_rank.step,
+            source=read.source,
+            prompt=_prompt(read.cells, decode),
+            tokens=list(map(word, row["token"].tolist())),
+            train_probs=np.exp(row["train"].astype(np.float64)),
+            rollout_probs=np.exp(row["rollout"].astype(np.float64)),
+            top=top,
+            reward=_number(read.cells.get("reward")),
+            advantage=_advantage(read.cells),
+        )
     skipped = left_out.after("left out: ")
     if skipped:
         print(skipped)

@@ -32,7 +32,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from dcmdp_jax.errors import UserError
+from dcmdp_jax.errors import UserError, shorten
 from dcmdp_jax.observe import jsonl, rollouts, trackers
 from dcmdp_jax.observe.jsonl import (
     HELD_OUT_FILE,
@@ -43,6 +43,9 @@ from dcmdp_jax.observe.jsonl import (
 )
 from dcmdp_jax.observe.metric_names import current_name
 from dcmdp_jax.version import __version__
+
+_LARGEST_STEP = np.iinfo(np.int64).max
+"""Steps are kept in int64."""
 
 
 def record_start(run_dir: Path, step: int, devices: int, started: datetime | None = None) -> None:
@@ -339,14 +342,23 @@ def read_metrics(run_dir: str | Path) -> Series:
     merged: dict[str, dict[int, float]] = {}
     for number, record in enumerate(jsonl.read(path), start=1):
         step = record.pop("step", None)
-        if not isinstance(step, int):
-            raise UserError(f'{path} record {number}: "step" is {step!r}; allowed: a whole number')
+        if not isinstance(step, int) or abs(step) > _LARGEST_STEP:
+            raise UserError(
+                f'{path} record {number}: "step" is {shorten(step)}; allowed: a whole number of '
+                "int64"
+            )
         for name, value in record.items():
             if not jsonl.is_number(value):
                 raise UserError(f"{path} record {number}: {name} is {value!r}; allowed: a number")
             if value is None:
                 value = float("nan")
-            merged.setdefault(current_name(name), {})[step] = float(value)
+            try:
+                merged.setdefault(current_name(name), {})[step] = float(value)
+            except OverflowError:
+                raise UserError(
+                    f"{path} record {number}: {name} is {shorten(value)}; allowed: a number that "
+                    "float64 holds"
+                ) from None
     if not merged:
         raise UserError(f"{path} holds no metrics yet; wait for the run's first step")
 

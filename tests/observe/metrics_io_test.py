@@ -413,6 +413,14 @@ def test_read_merges_lines_of_a_step_and_sorts(tmp_path):
         ('{"reward/mean": 1.0}\n', 'record 1: "step" is None; allowed: a whole number'),
         ('{"step": 1, "a": "high"}\n', "record 1: a is 'high'; allowed: a number"),
         ('{"step": 1, "a": [1]}\n', r"record 1: a is \[1\]; allowed: a number"),
+        (
+            f'{{"step": 1, "a": 0}}\n{{"step": 2, "a": 1{"0" * 400}}}\n',
+            r"record 2: a is 1000+\.\.\.0+; allowed: a number that float64 holds",
+        ),
+        (
+            f'{{"step": 1{"0" * 400}, "a": 1}}\n',
+            r'record 1: "step" is 1000+\.\.\.0+; allowed: a whole number of int64',
+        ),
     ],
 )
 def test_read_names_the_bad_record(tmp_path, content, message):

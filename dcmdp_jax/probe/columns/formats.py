@@ -13,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.engines.process_memory import show_torch
-from dcmdp_jax.errors import UserError, shorten_name
-from dcmdp_jax.probe.columns.recording import Cells, Columns
+from dcmdp_jax.errors import UserError, naming, shorten, shorten_name
+from dcmdp_jax.probe.columns.recording import Cells, Columns, numbers, refuse
 from dcmdp_jax.probe.columns.recording_files import (
     LeftOut,
     UnreadableError,
     column_names,
     read_rows,
+    require,
     suffix_of,
 )
 
@@ -49,7 +50,7 @@ class Format:
         columns: names of the columns that it always has.
         named: regular expression of the step, or of step and rank, in a path; by default none is
             found.
-        numbered: columns of step and rank in each row, of a file whose path does not say them.
+        numbered: columns of step and rank in each row; a path that says them must agree.
         writer: who writes it, for people.
         marks: further columns of each row, which tell it from the others.
         optional: kind of column -> name, used where a row has it.
@@ -73,16 +74,23 @@ class Format:
         return {*self.columns.options().values(), *self.marks}
 
     def step_rank(self, path: Path, row: Mapping[str, Any]) -> StepRank:
-        """Step and rank at which a row of a file was recorded."""
+        """Step and rank at which a row of a file was recorded.
+
+        Raises:
+            UserError: one of them is no whole number, or the path says another.
+        """
+        recorded = [_whole_number(name, row.get(name)) for name in self.numbered]
         match = re.search(self.named, path.as_posix())
-        if match:
-            return StepRank(*map(int, match.groups()))
-        numbers = []
-        for name in self.numbered:
-            value = row.get(name)
-            is_number = isinstance(value, int) and not isinstance(value, bool)
-            numbers.append(value if is_number else None)
-        return StepRank(*numbers)
+        if not match:
+            return StepRank(*recorded)
+        in_path = list(map(int, match.groups()))
+        for name, value, expected in zip(self.numbered, recorded, in_path, strict=False):
+            if value not in (None, expected):
+                raise UserError(
+                    f"{name} is {value}, the file's name says {expected}; leave out a copy, or "
+                    "name the file by what it holds"
+                )
+        return StepRank(*in_path)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -109,15 +117,18 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
     missing = lacking[framework]
     nearest = FORMATS[framework]
     if not missing:
-        row = next(_file_rows(path, nearest, left_out), None)
-        if row is None:
+        first_row = next(_file_rows(path, nearest, left_out), None)
+        if first_row is None:
             return None
+        where, row = first_row
+        with naming(where):
+            step_rank = nearest.step_rank(path, row)
         if framework == "recorder":
             framework = str(row.get("framework") or "columns")
         return RecordedFile(
             path=path,
             framework=framework,
-            step_rank=nearest.step_rank(path, row),
+            step_rank=step_rank,
         )
 
     listed = shorten_name(", ".join(map(str, keys)))
@@ -137,9 +148,19 @@ def identify(path: Path, left_out: LeftOut) -> RecordedFile | None:
     )
 
 
+def _whole_number(name: str, value: Any) -> int | None:
+    """A step or a rank, which pandas writes as 1.0 beside nulls; None where there is none."""
+    if value is None:
+        return None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or value % 1 != 0 or abs(value) >= 2**63:
+        raise UserError(f"{name} is {shorten(value)}, must be a whole number of int64")
+    return int(value)
+
+
 def _refuse_columns(path: Path, names: list[str], listed: str, left_out: LeftOut) -> None:
     """Say which columns of the first row hold log-probs and token ids, or that there are none."""
-    row = next(read_rows(path, {}, names, left_out=left_out), {})
+    _, row = next(read_rows(path, {}, names, left_out=left_out), ("", {}))
     logprobs = []
     ids = []
     for name in names:
@@ -182,23 +203,63 @@ def format_of(framework: str) -> Format:
     return FORMATS.get(framework, FORMATS["recorder"])
 
 
-def rows_of(
-    file: RecordedFile, left_out: LeftOut
-) -> Iterator[tuple[StepRank, str | None, Columns, Cells]]:
-    """Place, source, columns and cells of each row of a file.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RecordedRow:
+    """A row of a recording.
 
-    The columns name what this row has.
+    Attributes:
+        where: file and line or row, for errors.
+        step_rank: where it was recorded.
+        source: task or environment, if known.
+        columns: names what this row has.
+        cells: by column.
     """
-    file_format = format_of(file.framework)
-    for row in _file_rows(file.path, file_format, left_out):
-        step_rank = file_format.step_rank(file.path, row)
-        source = _source_name(row.get(file_format.source))
-        file_format.prepare(row)
-        present = {
-            kind: name for kind, name in file_format.optional.items() if row.get(name) is not None
-        }
-        columns = dataclasses.replace(file_format.columns, **present)
-        yield step_rank, source, columns, row
+
+    where: str
+    step_rank: StepRank
+    source: str | None
+    columns: Columns
+    cells: Cells
+
+
+def rows_of(files: Sequence[RecordedFile], left_out: LeftOut) -> Iterator[RecordedRow]:
+    """The rows of a recording's files.
+
+    Raises:
+        UserError: naming a row that has a step, a mask, entropies or ages and the rows before it
+            have none, or the other way round.
+    """
+    first_names = None
+    for file in files:
+        file_format = format_of(file.framework)
+        for where, cells in _file_rows(file.path, file_format, left_out):
+            with naming(where):
+                step_rank = file_format.step_rank(file.path, cells)
+                file_format.prepare(cells)
+            present = {
+                kind: name
+                for kind, name in file_format.optional.items()
+                if cells.get(name) is not None
+            }
+            names = {name for kind, name in present.items() if kind in _OF_EVERY_ROW}
+            if step_rank.step is not None:
+                names.add("step")
+
+            if first_names is None:
+                first_names = names
+            for name in sorted(names ^ first_names):
+                difference = "is given, the rows before have none"
+                if name in first_names:
+                    difference = "is null or missing, the rows before have it"
+                raise UserError(f"{where}: {name} {difference}; give it to every row or to none")
+
+            yield RecordedRow(
+                where=where,
+                step_rank=step_rank,
+                source=_source_name(cells.get(file_format.source)),
+                columns=dataclasses.replace(file_format.columns, **present),
+                cells=cells,
+            )
 
 
 def files_below(directory: Path) -> list[Path]:
@@ -247,20 +308,53 @@ def _keys(path: Path, left_out: LeftOut) -> list[str]:
     return column_names(path, left_out)
 
 
-def _file_rows(path: Path, file_format: Format, left_out: LeftOut) -> Iterator[Cells]:
+def _file_rows(path: Path, file_format: Format, left_out: LeftOut) -> Iterator[tuple[str, Cells]]:
     if path.suffix == ".pt":
-        payload = _load_torch(path)
-        # Of the whole rollout, before samples are filtered out.
-        rewards = dict(enumerate(payload.get("raw_reward") or []))
-        for sample in payload["samples"]:
-            yield {
-                **sample,
-                "rollout_id": payload.get("rollout_id"),
-                "reward": rewards.get(sample.get("rollout_position")),
-            }
+        yield from _slime_rows(path, file_format)
         return
     optional = [*file_format.optional.values(), file_format.source, *_PLACE, *_SHOWN]
     yield from read_rows(path, file_format.columns.options(), optional, left_out=left_out)
+
+
+def _slime_rows(path: Path, file_format: Format) -> Iterator[tuple[str, Cells]]:
+    """The samples of a slime dump, with tensors as lists and numbers."""
+    payload = _load_torch(path)
+    version = _plain(payload["format_version"])
+    if version != _SLIME_VERSION:
+        raise UserError(
+            f"{path}: format_version is {shorten(version)}, must be {_SLIME_VERSION}: its columns "
+            "may mean something else; dump with a slime that writes this version"
+        )
+    # Of the whole rollout, before samples are filtered out.
+    rewards = _plain(payload.get("raw_reward"))
+    if rewards is None:
+        rewards = []
+    if not isinstance(rewards, list):
+        raise UserError(
+            f"{path}: raw_reward is {shorten(rewards)}, must be a list with one reward a sample of "
+            "the rollout"
+        )
+
+    rewards_by_position = dict(enumerate(rewards))
+    for number, sample in enumerate(payload["samples"], start=1):
+        where = f"{path}, row {number}"
+        if not isinstance(sample, dict):
+            raise UserError(f"{where}: the sample is {shorten(sample)}, must be a dict")
+        row = {name: _plain(cell) for name, cell in sample.items()}
+        present = [name for name, cell in row.items() if cell is not None]
+        require(where, file_format.columns.options(), present)
+        row["rollout_id"] = _plain(payload.get("rollout_id"))
+        position = row.get("rollout_position")
+        if isinstance(position, int):
+            row["reward"] = _plain(rewards_by_position.get(position))
+        yield where, row
+
+
+def _plain(cell: Any) -> Any:
+    """A tensor as a list or a number; anything else as it is."""
+    if hasattr(cell, "tolist"):
+        return cell.tolist()
+    return cell
 
 
 @functools.lru_cache(maxsize=1)
@@ -278,10 +372,25 @@ def _load_torch(path: Path) -> Any:
         return torch.load(path, map_location="cpu", weights_only=True)
     except Exception as error:  # torch raises whatever its unpickler does
         raise UnreadableError(
-            f"{path}: not readable by torch ({shorten_name(' '.join(str(error).split()))})"
+            f"{path}: not readable by torch ({_torch_reason(error)}); dump it again, or leave it "
+            "out"
         ) from None
 
 
+def _torch_reason(error: Exception) -> str:
+    """The first sentence of torch's error without terminal codes; ours where that says nothing."""
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", str(error)).strip().splitlines()
+    sentence = lines[0].partition(". ")[0] if lines else ""
+    # A cut file is an invalid argument of the system, a file of text a number.
+    if isinstance(error, OSError | KeyError) or " " not in sentence:
+        return "it is empty, cut or no torch file"
+    return shorten_name(sentence)
+
+
+_OF_EVERY_ROW = ("mask", "entropy", "lag")
+"""Kinds of optional columns that the rows of a recording have together or not at all."""
+_SLIME_VERSION = 2
+"""`format_version` of the dumps whose columns are known."""
 _PLACE = ("step", "rank", "framework")
 _SHOWN = ("reward", "advantage", "advantages", "prompt_id", "prompt_token_ids")
 """Columns that `dcmdp view` shows of a completion."""
@@ -305,18 +414,20 @@ def _nemo_row(row: Cells) -> None:
 
 
 def _slime_sample(row: Cells) -> None:
-    """Tensors to lists, and the response's tokens alone: `tokens` has the prompt too."""
-    for name in ("tokens", "log_probs", "rollout_log_probs", "loss_masks", "advantages"):
-        if hasattr(row.get(name), "tolist"):
-            row[name] = row[name].tolist()
-    if isinstance(row.get("tokens"), list) and isinstance(row.get("rollout_log_probs"), list):
-        row["tokens"] = row["tokens"][len(row["tokens"]) - len(row["rollout_log_probs"]) :]
+    """Keep the response's tokens, which the mask has: `tokens` has the prompt too."""
+    if isinstance(row["tokens"], list) and isinstance(row["loss_masks"], list):
+        row["tokens"] = row["tokens"][max(len(row["tokens"]) - len(row["loss_masks"]), 0) :]
 
 
 def _own_row(row: Cells) -> None:
-    """Add the age of a token's weights; a token of step k is sampled for version k - 1's update."""
-    versions = np.asarray(row["policy_versions"])
-    row["lag"] = np.where(np.asarray(row["mask"], bool), row["step"] - 1 - versions, 0)
+    """Make ages of versions; a token of step k is sampled for version k - 1's update."""
+    step = row.get("step")
+    if step is None:
+        raise UserError("step is null or missing; each row of a run has its step, leave others out")
+    versions = numbers("policy_versions", row["policy_versions"])
+    future = ~(versions < step)
+    refuse("policy_versions", versions, future, f"must be below the row's step, {step}")
+    row["policy_versions"] = step - 1 - versions
 
 
 FORMATS = {
@@ -367,10 +478,10 @@ FORMATS = {
             mask="mask",
             lag="policy_versions",
         ),
-        optional={"lag": "lag", "top": "top"},
+        optional={"top": "top"},
         source="source",
         named=r"step_(\d+)\.parquet$",
-        numbered=(),
+        numbered=("step",),
         prepare=_own_row,
         writer="this trainer, rollouts/ of a run directory",
     ),

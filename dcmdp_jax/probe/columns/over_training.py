@@ -15,6 +15,7 @@ from dcmdp_jax.observe.collapse import LEAST_STEPS, CollapseSigns, collapse_sign
 from dcmdp_jax.observe.jsonl import METRICS_FILE, ROLLOUTS_DIRECTORY
 from dcmdp_jax.probe.columns.formats import (
     RecordedFile,
+    RecordedRow,
     StepRank,
     files_below,
     format_of,
@@ -109,10 +110,16 @@ class OverTraining:
         """Why `collapse` is None, in words; "" where it is not."""
         if self.collapse:
             return ""
-        if not self.has_rewards:
+        lacking = [step.step for step in self.steps if np.isnan(step.reward)]
+        if len(lacking) == len(self.steps):
             return (
                 "no reward in this recording: whether it collapsed is not judged "
                 "(dcmdp_jax.record takes rewards=)"
+            )
+        if lacking:
+            return (
+                f"no reward in {len(lacking)} of {len(self.steps)} steps, the first is step "
+                f"{lacking[0]}: whether the reward collapsed is not judged"
             )
         if len(self.steps) < LEAST_STEPS:
             return f"fewer than {LEAST_STEPS} steps: whether the reward collapsed is not judged"
@@ -240,25 +247,28 @@ def read_run(
     rank_sums = collections.defaultdict(lambda: np.zeros(3))
     source_sums = collections.defaultdict(lambda: np.zeros(3))
     rewards = collections.defaultdict(list)
+    without_reward = []
 
     def rows() -> Iterator[tuple[int | None, Row]]:
-        for file in files:
-            for number, (step_rank, source, columns, cells) in enumerate(rows_of(file, left_out)):
-                row = checked_row(f"{file.path}, row {number}", cells, columns, left_out)
-                sample.add(row)
-                if not len(row["token"]):
-                    continue
-                recorded.add(step_rank)
-                delta = probability_difference(row["train"], row["rollout"])
-                sums = (1, len(delta), delta.sum())
-                if step_rank.rank is not None:
-                    rank_sums[step_rank.rank] += sums
-                if source is not None:
-                    source_sums[source] += sums
-                reward = cells.get("reward")
-                if isinstance(reward, int | float):
-                    rewards[step_rank.step].append(reward)
-                yield step_rank.step, row
+        for read in rows_of(files, left_out):
+            row = checked_row(read.where, read.cells, read.columns, left_out)
+            sample.add(row, read.where)
+            if not len(row["token"]):
+                continue
+            step_rank = read.step_rank
+            recorded.add(step_rank)
+            delta = probability_difference(row["train"], row["rollout"])
+            sums = (1, len(delta), delta.sum())
+            if step_rank.rank is not None:
+                rank_sums[step_rank.rank] += sums
+            if read.source is not None:
+                source_sums[read.source] += sums
+            reward = _reward(read)
+            if np.isfinite(reward):
+                rewards[step_rank.step].append(reward)
+            else:
+                without_reward.append(read.where)
+            yield step_rank.step, row
 
     steps: dict[int, StepMismatch] = {}
     for step, group in itertools.groupby(rows(), key=lambda numbered: numbered[0]):
@@ -273,6 +283,10 @@ def read_run(
     if not allow_gaps:
         # Raises by the rows too: one file may hold several steps and ranks.
         _refuse_gaps(recorded)
+
+    if without_reward and any(rewards.values()):
+        left_out.rewards = len(without_reward)
+        left_out.first_reward = without_reward[0]
 
     where = str(files[0].path)
     if len(files) > 1:
@@ -321,13 +335,32 @@ def read_recording(path: str | Path, columns: Columns, *, max_tokens: int) -> Re
             )
     sample = RowSample(max_tokens)
     left_out = LeftOut()
-    for number, cells in enumerate(read_rows(path, columns.options(), left_out=left_out)):
-        sample.add(checked_row(f"{path}, row {number}", cells, columns, left_out))
+    for where, cells in read_rows(path, columns.options(), left_out=left_out):
+        sample.add(checked_row(where, cells, columns, left_out), where)
     return Recording(
         pairs=sample.pairs(path, columns, left_out),
         rows=sample.rows,
         stride=sample.stride,
         left_out=left_out,
+    )
+
+
+def _reward(read: RecordedRow) -> float:
+    """The reward of a row; NaN if it has none.
+
+    Raises:
+        UserError: it is no number that float64 holds.
+    """
+    reward = read.cells.get("reward")
+    if reward is None:
+        return np.nan
+    try:
+        if isinstance(reward, int | float):
+            return float(reward)
+    except OverflowError:
+        pass
+    raise UserError(
+        f"{read.where}: reward is {shorten(reward)}, must be one number for the completion, or null"
     )
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dcmdp_jax.data.top_logprobs import list_problems
-from dcmdp_jax.errors import UserError, shorten
+from dcmdp_jax.errors import UserError, naming, shorten
 from dcmdp_jax.probe.columns.pairs import TokenPairs, make_pairs, measure_states
 from dcmdp_jax.probe.columns.recording_files import LeftOut
 from dcmdp_jax.record import unpacked_top
@@ -96,7 +96,7 @@ def checked_row(
     if "mask" in row:
         mask = row.pop("mask")
         sampled = mask == 1
-        _refuse(
+        refuse(
             f"{where}: {columns.mask}",
             mask,
             ~sampled & (mask != 0),
@@ -125,7 +125,8 @@ def checked_row(
 
 def _aligned(where: str, cells: Cells, columns: Columns) -> Row:
     """The cells that have an entry for each token, as float64 arrays of one length; null is NaN."""
-    row: Row = {"token": _numbers(where, columns.token, cells[columns.token])}
+    with naming(where):
+        row: Row = {"token": numbers(columns.token, cells[columns.token])}
     length = len(row["token"])
     for kind in ("train", "rollout", "mask", "entropy", "lag"):
         name = getattr(columns, kind)
@@ -134,7 +135,8 @@ def _aligned(where: str, cells: Cells, columns: Columns) -> Row:
         cell = cells[name]
         if kind == "lag" and isinstance(cell, int | float):
             cell = [cell] * length
-        row[kind] = _numbers(where, name, cell, truths=kind == "mask")
+        with naming(where):
+            row[kind] = numbers(name, cell, truths=kind == "mask")
         if len(row[kind]) != length:
             raise UserError(
                 f"{where}: {name} has {len(row[kind])} entries, {columns.token} has {length}; "
@@ -144,7 +146,8 @@ def _aligned(where: str, cells: Cells, columns: Columns) -> Row:
     return row
 
 
-def _refuse(name: str, values: np.ndarray, wrong: np.ndarray, rule: str) -> None:
+def refuse(name: str, values: np.ndarray, wrong: np.ndarray, rule: str) -> None:
+    """Raise UserError with the first of the wrong values, its token and the rule."""
     if not wrong.any():
         return
     token = int(np.argmax(wrong))
@@ -159,7 +162,7 @@ def _refuse(name: str, values: np.ndarray, wrong: np.ndarray, rule: str) -> None
 
 def _whole(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
     right = (values >= 0) & (values <= _LARGEST) & (values == np.floor(values))
-    _refuse(name, values, sampled & ~right, f"must be a whole number from 0 to {_LARGEST:,}")
+    refuse(name, values, sampled & ~right, f"must be a whole number from 0 to {_LARGEST:,}")
     return values[sampled].astype(np.int32)
 
 
@@ -167,7 +170,7 @@ def _finite(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
     # In float32, which the columns are kept in: -1e300 is infinite there.
     with np.errstate(over="ignore"):
         single = values.astype(np.float32)
-    _refuse(name, values, sampled & ~np.isfinite(single), "every value must be finite in float32")
+    refuse(name, values, sampled & ~np.isfinite(single), "every value must be finite in float32")
     return single[sampled]
 
 
@@ -178,13 +181,13 @@ def _logprobs(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
         hint = "; they look negated"
         if logprobs.max(initial=0.0) <= 1:
             hint = "; they look like probabilities: take the logarithm"
-    _refuse(name, values, sampled & (values > _ROUNDING), f"a log-prob is at most 0{hint}")
+    refuse(name, values, sampled & (values > _ROUNDING), f"a log-prob is at most 0{hint}")
     return np.minimum(logprobs, np.float32(0))
 
 
 def _entropies(name: str, values: np.ndarray, sampled: np.ndarray) -> np.ndarray:
     entropies = _finite(name, values, sampled)
-    _refuse(name, values, sampled & (values < -_ROUNDING), "an entropy is at least 0")
+    refuse(name, values, sampled & (values < -_ROUNDING), "an entropy is at least 0")
     return np.maximum(entropies, np.float32(0))
 
 
@@ -237,24 +240,32 @@ def _top_tokens(where: str, cell: Any, sampled: np.ndarray, row: Row) -> tuple[n
     return ids, train, rollout
 
 
-def _numbers(where: str, name: str, cell: Any, *, truths: bool = False) -> np.ndarray:
+def numbers(name: str, cell: Any, *, truths: bool = False) -> np.ndarray:
     """[n] float64; null, which is how JSON may have NaN, is NaN.
 
     Args:
-        where: file and row, for errors.
         name: the column.
         cell: its cell.
         truths: whether true and false are 1 and 0; else they are no numbers.
+
+    Raises:
+        UserError: it is no list of numbers, with the first entry that is none.
     """
+    refused = {str, bytes} if truths else {str, bytes, bool}
     if isinstance(cell, np.ndarray) and cell.dtype.kind in ("iufb" if truths else "iuf"):
         values = cell.astype(np.float64)
     elif isinstance(cell, str | bytes | dict):
         values = None
     else:
-        values = _listed_numbers(cell, {str, bytes} if truths else {str, bytes, bool})
-    if values is None or values.ndim != 1:
-        raise UserError(f"{where}: {name} is {shorten(cell)}, must be a list of numbers")
-    return values
+        values = _listed_numbers(cell, refused)
+    if values is not None and values.ndim == 1:
+        return values
+    if isinstance(cell, list | np.ndarray):
+        for token, entry in enumerate(cell):
+            single = _listed_numbers([entry], refused)
+            if single is None or single.ndim != 1:
+                raise UserError(f"{name} is {shorten(entry)} at token {token}, must be a number")
+    raise UserError(f"{name} is {shorten(cell)}, must be a list of numbers")
 
 
 def _listed_numbers(cell: Any, refused: set[type]) -> np.ndarray | None:
@@ -308,14 +319,29 @@ class RowSample:
         self._max_tokens = max_tokens
         self._tokens = 0
         self._sample: dict[int, Row] = {}
+        self._has_entropy: bool | None = None
         self.rows = 0
         self.stride = 1
 
-    def add(self, row: Row) -> None:
-        """Take the next row, or leave it out."""
+    def add(self, row: Row, where: str) -> None:
+        """Take the next row, or leave it out.
+
+        Raises:
+            UserError: naming `where`: it has entropies and earlier rows have none, or the other way
+                round.
+        """
         number = self.rows
         self.rows += 1
-        if number % self.stride or not len(row["token"]):
+        if not len(row["token"]):
+            return
+        has_entropy = "entropy" in row
+        if self._has_entropy not in (None, has_entropy):
+            difference = "entropies are given, those of the rows before are null or NaN"
+            if not has_entropy:
+                difference = "each entropy is null or NaN, the rows before have them"
+            raise UserError(f"{where}: {difference}; give them to every row or to none")
+        self._has_entropy = has_entropy
+        if number % self.stride:
             return
         self._sample[number] = row
         self._tokens += len(row["token"])

@@ -30,11 +30,15 @@ class LeftOut:
     Attributes:
         tokens: sampled tokens of which a log-prob or an entropy is null, NaN or infinite.
         first: file, row and column of the first of them.
+        rewards: rewards that are null, NaN or infinite, of a recording that has others.
+        first_reward: file and row of the first of them.
         unfinished: files that end in the middle of a line or of a step, with the place.
     """
 
     tokens: int = 0
     first: str = ""
+    rewards: int = 0
+    first_reward: str = ""
     unfinished: list[str] = dataclasses.field(default_factory=list)
 
     def __str__(self) -> str:
@@ -43,6 +47,11 @@ class LeftOut:
             descriptions.append(
                 f"{self.tokens:,} tokens whose log-prob or entropy is null, NaN or infinite, "
                 f"the first in {self.first}"
+            )
+        if self.rewards:
+            descriptions.append(
+                f"{self.rewards:,} rewards that are null, NaN or infinite, of their step's mean, "
+                f"the first in {self.first_reward}"
             )
         if self.unfinished:
             first, *others = self.unfinished
@@ -88,8 +97,10 @@ def read_rows(
     optional: Collection[str] = (),
     *,
     left_out: LeftOut,
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of a .parquet, .jsonl or .jsonl.gz file, at least with the named cells.
+
+    Each comes with its place for errors: the file and the line, or the row of a table, from 1.
 
     Args:
         path: the file.
@@ -110,10 +121,12 @@ def read_rows(
         require(path, options, names)
         columns = dict.fromkeys((*options.values(), *optional))
         read_names = [name for name in columns if name in names]
+        number = 0
         for batch in file.iter_batches(batch_size=_BATCH_ROWS, columns=read_names):
             cells = [_cells(column) for column in batch.columns]
             for row in zip(*cells, strict=True):
-                yield dict(zip(batch.schema.names, row, strict=True))
+                number += 1
+                yield f"{path}, row {number}", dict(zip(batch.schema.names, row, strict=True))
 
 
 def column_names(path: Path, left_out: LeftOut) -> list[str]:
@@ -123,7 +136,7 @@ def column_names(path: Path, left_out: LeftOut) -> list[str]:
         UserError: if it is not readable.
     """
     if path.suffix != ".parquet":
-        return next((row.names for row in _json_rows(path, {}, left_out)), [])
+        return next((row.names for _, row in _json_rows(path, {}, left_out)), [])
     with _parquet(path) as file:
         return list(file.schema_arrow.names)
 
@@ -159,7 +172,9 @@ def _cells(column: Any) -> list[Any]:
     return column.to_pylist()
 
 
-def _json_rows(path: Path, options: Mapping[str, str], left_out: LeftOut) -> "Iterator[_Object]":
+def _json_rows(
+    path: Path, options: Mapping[str, str], left_out: LeftOut
+) -> "Iterator[tuple[str, _Object]]":
     for number, line in _lines(path, left_out):
         if not line.strip():
             continue
@@ -180,7 +195,7 @@ def _json_rows(path: Path, options: Mapping[str, str], left_out: LeftOut) -> "It
         if not isinstance(row, _Object):
             raise UserError(f"{where}: {shorten(row)}, must be a JSON object")
         require(where, options, row.names)
-        yield row
+        yield where, row
 
 
 def _lines(path: Path, left_out: LeftOut) -> Iterator[tuple[int, bytes]]:

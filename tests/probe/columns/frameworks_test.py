@@ -5,12 +5,15 @@ cause named.
 import functools
 import gzip
 import json
+import math
 import os
 import shutil
 import warnings
 from pathlib import Path
 
 import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from dcmdp_jax.commands import probe, view
@@ -308,7 +311,7 @@ def test_a_wrong_value_is_named_with_file_row_and_the_frameworks_own_column(tmp_
     path.parent.mkdir()
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(
-        UserError, match="rank_0.jsonl, row 3: inference_logprobs is 0.5 at token 9"
+        UserError, match="rank_0.jsonl, line 4: inference_logprobs is 0.5 at token 9"
     ):
         _read(path)
 
@@ -668,3 +671,273 @@ def test_a_recorder_warns_of_later_steps_that_may_be_of_another_run(tmp_path):
         write(2, 5)  # resumed after step 1: none is left behind
     with pytest.warns(UserWarning, match=r"/r has steps up to 4, this recording begins at 0: if"):
         write(0, 2)
+
+
+_GENERIC = {
+    "token_ids": [7, 8],
+    "train_logprobs": [-0.5, -0.25],
+    "rollout_logprobs": [-0.75, -0.25],
+}
+
+
+def _generic(path, rows):
+    """A file of rows of the recorder's names: `_GENERIC` and the given cells."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(_GENERIC | row) + "\n" for row in rows))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "cell"), [("mask", [0, 1]), ("entropies", [1.0, 1.0]), ("lag", 2), ("step", 1)]
+)
+def test_a_column_that_some_rows_lack_is_refused(name, cell, tmp_path):
+    row = {name: cell}
+    for absent in ({}, {name: None}):
+        path = _generic(tmp_path / "r.jsonl", [row, row, absent, row])
+        lacks = f"r.jsonl, line 3: {name} is null or missing, the rows before have it; give it"
+        with pytest.raises(UserError, match=lacks):
+            _read(path)
+        with pytest.raises(UserError, match=f"line 2: {name} is given, the rows before have none"):
+            _read(_generic(path, [absent, row]))
+    # So are the files of one recording among each other.
+    first = _generic(tmp_path / "a.jsonl", [row])
+    second = _generic(tmp_path / "b.jsonl", [{}])
+    with pytest.raises(UserError, match=f"jsonl, line 1: {name} is "):
+        _read(first, second)
+    assert _read(_generic(path, [row, row])).rows == 2
+
+
+def test_the_viewer_takes_no_prompt_for_a_completion(tmp_path):
+    path = _generic(tmp_path / "r.jsonl", [{"mask": [0, 1]}, {}])
+    with pytest.raises(UserError, match="line 2: mask is null or missing"):
+        view.main(["view", str(path), "--out", str(tmp_path / "v")])
+
+
+def test_a_whole_step_of_pandas_is_read_and_other_steps_are_refused(tmp_path):
+    rows = [{"step": 1.0, "rank": 0.0}, {"step": 2.0, "rank": 0.0}]
+    steps = _read(_generic(tmp_path / "r.jsonl", rows)).over_training.steps
+    assert [step.step for step in steps] == [1, 2]
+    for value, text in (
+        ("1", "'1'"),
+        (1.5, "1.5"),
+        (True, "True"),
+        (10**30, "10+"),
+        ([1], r"\[1\]"),
+    ):
+        path = _generic(tmp_path / "r.jsonl", [{"step": value}])
+        with pytest.raises(UserError, match=f"r.jsonl, line 1: step is {text}, must be a whole"):
+            _read(path)
+    # The first row tells the framework; later ones are checked alike.
+    path = _generic(tmp_path / "r.jsonl", [{"step": 1}, {"step": "1"}])
+    with pytest.raises(UserError, match="r.jsonl, line 2: step is '1', must be a whole number"):
+        _read(path)
+
+
+def test_a_file_whose_name_and_rows_say_different_steps_or_ranks_is_refused(tmp_path):
+    path = _generic(tmp_path / "step_3" / "rank_0.jsonl", [{"step": 5, "rank": 0}])
+    with pytest.raises(UserError, match="line 1: step is 5, the file's name says 3; leave out a"):
+        _read(path)
+    path = _generic(tmp_path / "step_3" / "rank_1.jsonl", [{"step": 3, "rank": 0}])
+    with pytest.raises(UserError, match="line 1: rank is 0, the file's name says 1; leave out a"):
+        _read(path)
+    own = tmp_path / "rollouts" / "step_41.parquet"
+    own.parent.mkdir()
+    shutil.copy(FIXTURES / "dcmdp" / "rollouts" / "step_31.parquet", own)
+    with pytest.raises(UserError, match="parquet, row 1: step is 31, the file's name says 41"):
+        _read(own)
+
+
+_OWN = {
+    "step without one": ({"step": None}, "step is null or missing; each row of a run has"),
+    "step as text": ({"step": "5"}, "step is '5', must be a whole number"),
+    "versions null": ({"policy_versions": None}, "policy_versions is None, must be a list of"),
+    "a version null": (
+        {"policy_versions": [-1, 4, None]},
+        "policy_versions is NaN or null at token 2; must be below the row's step, 5",
+    ),
+    "a version of the future": (
+        {"policy_versions": [-1, 5, 4]},
+        "policy_versions is 5 at token 1; must be below the row's step, 5",
+    ),
+    "versions short": (
+        {"policy_versions": [-1, 4]},
+        "policy_versions has 2 entries, token_ids has 3",
+    ),
+    "mask short": ({"mask": [False, True]}, "mask has 2 entries, token_ids has 3"),
+    "mask null": ({"mask": None}, "mask is None, must be a list of numbers"),
+}
+
+
+@pytest.mark.parametrize(("cells", "message"), _OWN.values(), ids=_OWN)
+def test_a_wrong_row_of_a_run_is_one_line(cells, message, tmp_path):
+    row = {
+        "prompt_id": 0,
+        "step": 5,
+        "token_ids": [7, 8, 9],
+        "train_logprobs": [0.0, -0.5, -0.25],
+        "rollout_logprobs": [0.0, -0.75, -0.25],
+        "mask": [False, True, True],
+        "policy_versions": [-1, 4, 2],
+    }
+    path = tmp_path / "rollouts" / "step_5.parquet"
+    path.parent.mkdir()
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row]), path)
+    # Weights of version 4 are those of step 5; version 2 is two steps older.
+    assert _read(path).pairs.lags.tolist() == [0, 2, 0, 2]
+    if cells == {"step": "5"}:
+        row = row | cells
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row, row | cells]), path)
+    with pytest.raises(UserError, match=f"step_5.parquet, row [12]: {message}") as raised:
+        _read(path)
+    assert "\n" not in str(raised.value)
+    if cells == {"step": None}:
+        del row["step"]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist([row]), path)
+        with pytest.raises(UserError, match="row 1: step is null or missing"):
+            _read(path)
+
+
+def test_a_missing_reward_is_left_out_of_its_steps_mean_and_said(tmp_path, capsys):
+    rows = [{"step": step, "reward": reward} for step in (1, 2) for reward in (1.0, 0.5, 0.0)]
+    for missing in (None, math.nan, math.inf):
+        rows[1]["reward"] = missing
+        path = _generic(tmp_path / "r.jsonl", rows)
+        over = _read(path).over_training
+        # Two of three completions: (1 + 0) / 2.
+        assert [step.reward for step in over.steps] == [0.5, 0.5]
+        assert over.without_collapse.startswith("fewer than 10 steps")
+        _, said, _ = _probe(capsys, path, "--out", tmp_path / "out")
+        line = "left out: 1 rewards that are null, NaN or infinite, of their step's mean, the first"
+        assert line in said and f"{path}, line 2" in said
+    # A step without any reward has no mean; the others have.
+    for row in rows[3:]:
+        row["reward"] = None
+    over = _read(_generic(tmp_path / "r.jsonl", rows)).over_training
+    assert over.without_collapse.startswith("no reward in 1 of 2 steps, the first is step 2: ")
+    # A recording without rewards lacks none.
+    _, said, _ = _probe(capsys, _generic(tmp_path / "s.jsonl", [{}]), "--out", tmp_path / "out")
+    assert "left out" not in said
+
+
+@pytest.mark.parametrize("reward", ["0.5", [1.0], {}, 10**400])
+def test_a_reward_that_is_no_number_is_refused(reward, tmp_path):
+    path = _generic(tmp_path / "r.jsonl", [{"step": 1, "reward": 0.5}, {"step": 1}])
+    assert _read(path).rows == 2
+    _generic(path, [{"step": 1, "reward": 0.5}, {"step": 1, "reward": reward}])
+    with pytest.raises(UserError, match="r.jsonl, line 2: reward is .*, must be one number") as bad:
+        _read(path)
+    assert "\n" not in str(bad.value)
+
+
+def _slime_dump(path, change=lambda payload: None):
+    """Two samples of slime with a prompt of one token, changed and saved."""
+    torch = pytest.importorskip("torch", reason="slime's dumps are torch files")
+    samples = []
+    for position in range(2):
+        samples.append(
+            {
+                "tokens": torch.tensor([9, 7, 8]),
+                "log_probs": torch.tensor([-0.5, -0.25]),
+                "rollout_log_probs": torch.tensor([-0.75, -0.25]),
+                "loss_masks": torch.ones(2, dtype=torch.int32),
+                "rollout_position": position,
+            }
+        )
+    payload = {
+        "format_version": 2,
+        "rollout_id": 3,
+        "raw_reward": [1.0, 0.5],
+        "samples": samples,
+    }
+    change(payload)
+    torch.save(payload, path)
+    return path
+
+
+def test_slimes_numbers_are_read_as_tensors_too(tmp_path):
+    torch = pytest.importorskip("torch", reason="slime's dumps are torch files")
+
+    def to_tensors(payload):
+        for name in ("format_version", "rollout_id", "raw_reward"):
+            payload[name] = torch.tensor(payload[name])
+        for sample in payload["samples"]:
+            sample["rollout_position"] = torch.tensor(sample["rollout_position"])
+
+    def to_list_of_tensors(payload):
+        payload["raw_reward"] = list(torch.tensor([1.0, 0.5]))
+
+    # A file each: the last one that was read is cached by its path.
+    changes = {"plain": lambda payload: None, "all": to_tensors, "rewards": to_list_of_tensors}
+    for name, change in changes.items():
+        recording = _read(_slime_dump(tmp_path / f"{name}.pt", change))
+        [step] = recording.over_training.steps
+        assert (step.step, step.reward) == (3, 0.75)
+        assert recording.pairs.token_ids.tolist() == [7, 8, 7, 8]
+
+
+_SLIME = {
+    "rewards as a number": (
+        lambda payload: payload.update(raw_reward=1.0),
+        "train_3.pt: raw_reward is 1.0, must be a list with one reward a sample",
+    ),
+    "a sample that is no dict": (
+        lambda payload: payload["samples"].append(3),
+        "train_3.pt, row 3: the sample is 3, must be a dict",
+    ),
+    "an older version": (
+        lambda payload: payload.update(format_version=1),
+        "train_3.pt: format_version is 1, must be 2",
+    ),
+    "a later version": (
+        lambda payload: payload.update(format_version=3),
+        "train_3.pt: format_version is 3, must be 2",
+    ),
+    "a sample without a column": (
+        lambda payload: payload["samples"][1].pop("rollout_log_probs"),
+        "train_3.pt, row 2: no column 'rollout_log_probs'",
+    ),
+    "a column that is None": (
+        lambda payload: payload["samples"][1].update(rollout_log_probs=None),
+        "train_3.pt, row 2: no column 'rollout_log_probs'",
+    ),
+    "a column of another length": (
+        lambda payload: payload["samples"][1].update(rollout_log_probs=[-0.75]),
+        "train_3.pt, row 2: rollout_log_probs has 1 entries, tokens has 2",
+    ),
+    "half a rollout": (
+        lambda payload: payload.update(rollout_id=3.5),
+        "train_3.pt, row 1: rollout_id is 3.5, must be a whole number",
+    ),
+}
+
+
+@pytest.mark.parametrize(("change", "message"), _SLIME.values(), ids=_SLIME)
+def test_a_wrong_dump_of_slime_is_one_line(change, message, tmp_path):
+    path = _slime_dump(tmp_path / "train_3.pt", change)
+    with pytest.raises(UserError, match=message) as raised:
+        _read(path)
+    assert "\n" not in str(raised.value)
+
+
+class _Unknown:
+    """A class that a torch file of plain values may not hold."""
+
+
+def test_a_torch_file_that_is_not_readable_is_said_in_plain_words(tmp_path):
+    torch = pytest.importorskip("torch", reason="slime's dumps are torch files")
+    path = tmp_path / "train_3.pt"
+    # A cut file of many tensors is an invalid argument for the system; others torch names.
+    many = [torch.zeros(9) for _ in range(200)]
+    _slime_dump(path, lambda payload: payload.update(other=many))
+    whole = path.read_bytes()
+    ours = r"train_3.pt: not readable by torch \(it is empty, cut or no torch file\); dump it again"
+    for content in (b"", b"hello", whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=ours):
+            _read(path)
+    _slime_dump(path, lambda payload: payload.update(other=_Unknown()))
+    with pytest.raises(
+        UserError, match=r"by torch \(Weights only load failed\); dump it"
+    ) as raised:
+        _read(path)
+    assert "\x1b" not in str(raised.value)

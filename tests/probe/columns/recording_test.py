@@ -83,7 +83,7 @@ def test_a_token_without_a_finite_log_prob_is_left_out_and_counted(tmp_path):
     assert found.left_out.tokens == 7 and str(found.left_out).startswith(
         "7 tokens whose log-prob or entropy is null"
     )
-    assert str(found.left_out).endswith(", row 0: train")
+    assert str(found.left_out).endswith(", line 1: train")
     assert found.pairs.entropies.tolist() == [1, 1, 2, 1, 3]
     # A row whose entropies were never known has none; its tokens count.
     found = _read(
@@ -144,7 +144,7 @@ _BAD = {
     ),
     "another length": (
         [_ROW | {"rollout": [-1.0, -2.0]}],
-        "row 0: rollout has 2 entries, ids has 3",
+        "line 1: rollout has 2 entries, ids has 3",
     ),
     "nothing but null": (
         [_ROW | {"train": [None] * 3}],
@@ -160,7 +160,14 @@ _BAD = {
     ),
     "negated": ([_ROW | {"rollout": [0.9, 5.0, 0.1]}], "they look negated"),
     "no list": ([_ROW | {"rollout": "text"}], "rollout is 'text', must be a list of numbers"),
-    "nested": ([_ROW | {"rollout": [[-1.0], [-1.0], [-1.0]]}], "must be a list of numbers"),
+    "nested": (
+        [_ROW | {"rollout": [-1.0, [-2.0], -1.0]}],
+        r"line 1: rollout is \[-2.0\] at token 1, must be a number",
+    ),
+    "NaN as text": (
+        [_ROW, _ROW | {"rollout": [-1.0, None, "NaN"]}],
+        "line 2: rollout is 'NaN' at token 2, must be a number",
+    ),
     "half a token id": (
         [_ROW | {"ids": [1, 2.5, 3]}],
         "ids is 2.5 at token 1; must be a whole number from 0 to 2,147",
@@ -180,10 +187,10 @@ _BAD = {
     ),
     "an endless token id": (
         [_ROW | {"ids": [1, 10**400, 1]}],
-        "ids is .*must be a list of numbers",
+        "ids is 10000.* at token 1, must be a number",
     ),
-    "numbers as text": ([_ROW | {"ids": ["5", "6", "7"]}], "ids is .*must be a list of numbers"),
-    "true as a token id": ([_ROW | {"ids": [True, 6, 7]}], "ids is .*must be a list of numbers"),
+    "numbers as text": ([_ROW | {"ids": [5, "6", "7"]}], "ids is '6' at token 1, must be a number"),
+    "true as a token id": ([_ROW | {"ids": [5, True, 7]}], "ids is True at token 1, must be a"),
     "an object": ([_ROW | {"ids": {}}], "ids is {}, must be a list of numbers"),
     "beyond float32": (
         [_ROW | {"train": [-1.0, -1e300, -1.0]}],
@@ -212,13 +219,13 @@ _CELLS = [
     ({"lag": [0, 0, -3]}, "lag is -3 at token 2; must be"),
     ({"lag": [0, 0.5, 0]}, "lag is 0.5 at token 1; must be"),
     ({"lag": [0, 0, 2**31]}, "lag is 2147483648 at token 2; must be"),
-    ({"lag": True}, "lag is .*must be a list of numbers"),
+    ({"lag": True}, "lag is True at token 0, must be a number"),
     ({"entropy": [0.0, 1.0, -0.5]}, "entropy is -0.5 at token 2; an entropy is at least 0"),
     # The place is that in the row, not among the sampled tokens.
     ({"ids": [5, 6, -7]}, "ids is -7 at token 2"),
 ]
 _CASES = [(rows, _COLUMNS, text) for rows, text in _BAD.values()]
-_CASES += [([_FULL, _FULL | cell], _ALL, f"row 1: {text}") for cell, text in _CELLS]
+_CASES += [([_FULL, _FULL | cell], _ALL, f"line 2: {text}") for cell, text in _CELLS]
 # A column compared with itself would agree perfectly.
 _CASES += [
     (
@@ -334,3 +341,33 @@ def test_files_that_are_no_recording(tmp_path):
         read_recording(tmp_path / "c.jsonl", _COLUMNS, max_tokens=9)
     with pytest.raises(FileNotFoundError):
         read_recording(tmp_path / "d.jsonl", _COLUMNS, max_tokens=9)
+
+
+def test_a_row_of_a_table_is_counted_from_one(tmp_path):
+    rows = [_ROW, _ROW | {"rollout": [-1.0, 0.5, -1.0]}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "recording.parquet")
+    with pytest.raises(UserError, match="recording.parquet, row 2: rollout is 0.5 at token 1"):
+        read_recording(tmp_path / "recording.parquet", _COLUMNS, max_tokens=9)
+
+
+def test_a_blank_line_counts_as_a_line(tmp_path):
+    path = tmp_path / "recording.jsonl"
+    path.write_text("\n" + json.dumps(_ROW | {"rollout": [-1.0]}) + "\n")
+    with pytest.raises(UserError, match="recording.jsonl, line 2: rollout has 1 entries"):
+        read_recording(path, _COLUMNS, max_tokens=9)
+
+
+def test_entropies_of_some_rows_alone_are_refused(tmp_path):
+    known = _ROW | {"entropy": [1.0, 1.0, 1.0]}
+    unknown = _ROW | {"entropy": [None] * 3}
+    columns = Columns("ids", "train", "rollout", entropy="entropy")
+    with pytest.raises(UserError, match="line 2: each entropy is null or NaN, the rows before"):
+        _read(tmp_path, [known, unknown], columns)
+    # Every row is compared, also one that the bounded memory leaves out.
+    with pytest.raises(UserError, match="line 4: entropies are given, those of the rows before"):
+        _read(tmp_path, [unknown, unknown, unknown, known], columns, max_tokens=1)
+    # A row without a sampled token has no entropy to lack.
+    none_sampled = unknown | {"mask": [0, 0, 0]}
+    columns = Columns("ids", "train", "rollout", mask="mask", entropy="entropy")
+    pairs = _read(tmp_path, [known | {"mask": [1, 1, 1]}, none_sampled], columns).pairs
+    assert pairs.entropies.tolist() == [1.0, 1.0, 1.0]
