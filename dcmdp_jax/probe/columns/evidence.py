@@ -66,6 +66,10 @@ _FEWEST_FILLED_ROWS = 4
 """Completions that these are of: in fewer it may be one token that repeats."""
 _TIMES_NEAR = 5
 """Tokens with one value, in multiples of those with its neighbors."""
+_HASH_FACTOR = np.int64(6364136223846793005)
+"""a of `_prefix_hashes`, odd: that of Knuth's generator MMIX."""
+_LOWEST = -1e6
+"""Nats; -inf counts as this."""
 _CUT_SURPRISE = 0.1
 """Nats. Tokens that a cut leaves alone are less surprising than the entropy by more."""
 _CUT_FAR = 0.7
@@ -473,8 +477,9 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
 
     Where a column is far from the other one, its values are spread out; even rounded ones have
     neighbors as frequent. A value that 8 tokens of 4 completions there share, five times as many as
-    there are within 5% of it, was filled in. Near temperature 0 most values are zeros; where a cut
-    leaves one token, so is that token's, see `_left_by_a_cut`.
+    there are within 5% of it, was filled in. Samples of one prompt that begin with the same tokens
+    have the same log-probs there, so these count once. Near temperature 0 most values are zeros;
+    where a cut leaves one token, so is that token's, see `_left_by_a_cut`.
 
     Returns:
         The filled values, None without any; all other tokens.
@@ -485,12 +490,13 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
     if not far.any():
         return None, pairs
 
+    counted = _without_repeats(pairs, far)
     for name, column, other in (("engine", log_q, log_p), ("training stack", log_p, log_q)):
-        values, counts = np.unique(column[far], return_counts=True)
+        values, counts = np.unique(column[counted], return_counts=True)
         value = values[counts.argmax()]
         same = column == value
-        exact = far & same
-        near = far & ~same & (np.abs(column - value) < _NEAR * (abs(value) + 1))
+        exact = counted & same
+        near = counted & ~same & (np.abs(column - value) < _NEAR * (abs(value) + 1))
 
         rows = len(np.unique(pairs.completion[exact]))
         if rows < _FEWEST_FILLED_ROWS or same.mean() > 0.5:
@@ -500,6 +506,7 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
         if value == 0 and _left_by_a_cut(pairs, same, other):
             continue
 
+        exact = far & same
         filled = Filled(
             column=name,
             value=float(value),
@@ -509,6 +516,32 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
         )
         return filled, pairs.where(~exact)
     return None, pairs
+
+
+def _without_repeats(pairs: TokenPairs, mask: np.ndarray) -> np.ndarray:
+    """[n] bool, the tokens of `mask` less those that repeat a measurement of another completion.
+
+    These have the same ids up to and with their own, and the same log-probs to 0.01 nats. A pair
+    has no prompts: samples of different ones differ in the log-probs that are not filled in.
+    """
+    index = np.flatnonzero(mask)
+    hashes = _prefix_hashes(pairs)[index]
+    log_p = np.maximum(pairs.train_logprobs[index], _LOWEST)
+    log_q = np.maximum(pairs.rollout_logprobs[index], _LOWEST)
+    hundredths = np.rint(100 * np.stack([log_p, log_q])).astype(np.int64)
+    measurements = np.column_stack([hashes, *hundredths])
+    _, first_index = np.unique(measurements, axis=0, return_index=True)
+    distinct = np.zeros(len(mask), bool)
+    distinct[index[first_index]] = True
+    return distinct
+
+
+def _prefix_hashes(pairs: TokenPairs) -> np.ndarray:
+    """[n] int64, of the ids of a completion up to each token: sum_t (id_t + 1) a^t mod 2^64."""
+    powers = np.cumprod(np.full(pairs.lengths.max(), _HASH_FACTOR))
+    terms = (pairs.token_ids + np.int64(1)) * powers[pairs.position]
+    sums = np.cumsum(terms)
+    return sums - np.repeat((sums - terms)[pairs.starts], pairs.lengths)
 
 
 def _left_by_a_cut(pairs: TokenPairs, zeros: np.ndarray, other: np.ndarray) -> bool:
