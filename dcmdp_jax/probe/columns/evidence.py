@@ -66,6 +66,8 @@ _FEWEST_FILLED_ROWS = 4
 """Completions that these are of: in fewer it may be one token that repeats."""
 _TIMES_NEAR = 5
 """Tokens with one value, in multiples of those with its neighbors."""
+_TIMES_RUNS = 5
+"""Runs of tokens in random order, in multiples of those of padding."""
 _HASH_FACTOR = np.int64(6364136223846793005)
 """a of `_prefix_hashes`, odd: that of Knuth's generator MMIX."""
 _LOWEST = -1e6
@@ -499,7 +501,9 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
         near = counted & ~same & (np.abs(column - value) < _NEAR * (abs(value) + 1))
 
         rows = len(np.unique(pairs.completion[exact]))
-        if rows < _FEWEST_FILLED_ROWS or same.mean() > 0.5:
+        if rows < _FEWEST_FILLED_ROWS:
+            continue
+        if same.mean() > 0.5 and not _in_long_runs(pairs, same):
             continue
         if exact.sum() < max(_FEWEST_FILLED, _TIMES_NEAR * near.sum()):
             continue
@@ -516,6 +520,17 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
         )
         return filled, pairs.where(~exact)
     return None, pairs
+
+
+def _in_long_runs(pairs: TokenPairs, mask: np.ndarray) -> bool:
+    """Whether the tokens of `mask` stand in long runs, as padding does.
+
+    A value that most tokens have otherwise, as in a clipped column or near temperature 0, stands
+    anywhere: of k tokens, k (1 - share of `mask`) are followed by another value.
+    """
+    follows = np.append(False, mask[:-1]) & (pairs.position > 0)
+    runs = np.sum(mask & ~follows)
+    return _TIMES_RUNS * runs < mask.sum() * (1 - mask.mean())
 
 
 def _without_repeats(pairs: TokenPairs, mask: np.ndarray) -> np.ndarray:
@@ -548,9 +563,14 @@ def _left_by_a_cut(pairs: TokenPairs, zeros: np.ndarray, other: np.ndarray) -> b
     """Whether log-probs of exactly 0 are of tokens that a cut (min-p, top-k of 1) leaves alone.
 
     The engine was all but sure of such a token, so the other column finds it likelier than the
-    average token: by its entropy, or without entropies by the share of tokens below one half. What
-    was filled in stands on any token, or in a row at the beginning or the end of completions.
+    average token: by its entropy, or by the share of tokens below one half without entropies and
+    where most tokens are zeros: sure ones may all follow the first. What was filled in stands on
+    any token, or in a row at the beginning or the end of completions.
     """
+    far = other < -_FAR
+    likelier = mean_of(far[zeros]) < _CUT_FAR * mean_of(far[~zeros])
+    if zeros.mean() > 0.5:
+        return likelier
     if pairs.entropies is not None:
         surprise = -(pairs.train_logprobs + pairs.entropies)[zeros]
         return token_mean(surprise, pairs.completion[zeros]).below(0, _CUT_SURPRISE)
@@ -559,11 +579,7 @@ def _left_by_a_cut(pairs: TokenPairs, zeros: np.ndarray, other: np.ndarray) -> b
     for row in np.split(zeros, pairs.starts[1:]):
         if not row.all():
             at_edges += np.argmin(row) + np.argmin(row[::-1])
-    if at_edges >= _AT_EDGES * zeros.sum():
-        return False
-
-    far = other < -_FAR
-    return mean_of(far[zeros]) < _CUT_FAR * mean_of(far[~zeros])
+    return at_edges < _AT_EDGES * zeros.sum() and likelier
 
 
 def _start(pairs: TokenPairs, mask: np.ndarray) -> dict[str, Any]:

@@ -620,3 +620,59 @@ def test_padding_after_equal_ids_is_filled_in():
     ids[:, 50:], train[:, 50:], rollout[:, 50:] = 0, -20.0, 0.0
     [found] = diagnose(collect(make_pairs(ids, train, rollout)))
     assert found.cause == "filled" and "exactly 0 on 640 tokens" in found.evidence[0]
+
+
+def _padded(share, train, rollout):
+    """Columns with bfloat16-like noise, then padding with the log-probs `train` and `rollout`."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(1, 1000, (40, 100))
+    log_p = -rng.exponential(1.0, ids.shape)
+    log_q = np.minimum(log_p + rng.normal(0, 0.006, ids.shape), 0)
+    padding = slice(round(100 * (1 - share)), None)
+    ids[:, padding], log_q[:, padding] = 0, rollout
+    if train is not None:
+        log_p[:, padding] = train
+    else:
+        log_p[:, padding] = -rng.exponential(4.0, log_p[:, padding].shape)
+    return make_pairs(ids, log_p, log_q)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.45, 0.6, 0.8])
+@pytest.mark.parametrize("cells", [(None, 0.0), (-20.0, 0.0), (None, -9999.0), (None, -1.0)])
+def test_padding_is_filled_in_whatever_its_share(share, cells):
+    [filled, *_] = diagnose(collect(_padded(share, *cells)))
+    assert filled.cause == "filled"
+    assert f"exactly {cells[1]:g} on" in filled.evidence[0]
+
+
+@pytest.mark.parametrize("entropies", [True, False])
+def test_a_value_that_most_tokens_have_anywhere_is_not_filled_in(entropies):
+    greedy = causes_recurrent.recording(causes_recurrent.Fault(bits=4, top_k=1), 150, seed=1)
+    clipped = columns(noise=0.01)
+    median = np.median(clipped.rollout_logprobs)
+    clipped = dataclasses.replace(
+        clipped, rollout_logprobs=np.maximum(clipped.rollout_logprobs, median + 0.3)
+    )
+    # The first 10 of 100 tokens are uncertain, and the engine is sure of the others, of which the
+    # training stack finds 1 in 20 unlikely.
+    rng = np.random.default_rng(0)
+    train = -rng.exponential(1.5, (40, 100))
+    unlikely = rng.random((40, 90)) < 0.05
+    train[:, 10:] = np.where(unlikely, -1.5, -0.05) * rng.uniform(0.6, 1.4, unlikely.shape)
+    rollout = np.minimum(train + rng.normal(0, 0.006, train.shape), 0)
+    rollout[:, 10:] = 0
+    ids = rng.integers(0, 1000, train.shape)
+    settled = make_pairs(ids, train, rollout, entropies=np.full(train.shape, 0.2))
+    # The same tokens in another order: it is near temperature 0 and sure of 9 in 10.
+    order = rng.permuted(np.tile(np.arange(100), (40, 1)), axis=1)
+    cold_columns = [np.take_along_axis(x, order, axis=1) for x in (ids, train, rollout)]
+    cold = make_pairs(*cold_columns, entropies=np.full(train.shape, 0.2))
+
+    named = {"greedy": greedy, "clipped": clipped, "settled": settled, "cold": cold}
+    for name, pairs in named.items():
+        assert np.unique(pairs.rollout_logprobs, return_counts=True)[1].max() > 0.5 * len(
+            pairs.token_ids
+        )
+        if not entropies:
+            pairs = dataclasses.replace(pairs, entropies=None)
+        assert "filled" not in _named(pairs), name
