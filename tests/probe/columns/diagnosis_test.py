@@ -411,6 +411,28 @@ def test_the_noise_floor_decides_what_is_clean():
     assert _decide(floor=mean / 3.1)[0].cause == "undetermined"
 
 
+def test_a_mean_far_above_a_measured_noise_floor_is_not_called_clean():
+    # A tensor of the step before: 2.97e-6 is within float32's 1e-5, and 13,500 times the floor.
+    fits = TokenMean(mean=0.0, error=0.01)
+    small = {"mean": 2.97e-6, "median_log_ratio": 1e-5, "surprise": fits}
+    [found] = _decide(**small, floor=2.2e-10)
+    assert found.cause == "above_floor" and "no mismatch" not in found.title
+    assert "Nothing to do" not in found.remedy
+    assert "2.2e-10, the mean 13,500 times that" in found.evidence[0]
+    assert "sum in another order" in found.evidence[0] and "re-scorings" in found.evidence[0]
+    # Engines that do not depend on the batch have a floor of 0.
+    assert "noise floor is 0:" in _decide(**small, floor=0.0)[0].evidence[0]
+
+    # Without a floor, or with one that float32 has, it is float32's rounding.
+    assert _decide(**small)[0].cause == "clean"
+    assert _decide(**small, floor=2.98e-8)[0].cause == "clean"
+    assert _decide(**small | {"mean": 0.0}, floor=0.0)[0].cause == "clean"
+
+    tensor = Explanation(name="norm.weight of step 3", cause="unsynchronized_tensor", share=0.99)
+    for floor, cause in ((2.2e-10, "unsynchronized_tensor"), (2.98e-8, "clean")):
+        assert _decide(**small, floor=floor, explanations=[tensor])[0].cause == cause
+
+
 def test_the_measured_rounding_decides_what_is_rounding():
     mean = _NOISE.mean
     assert _decide(rounding=mean / 2.9)[0].cause == "rounding"
