@@ -21,6 +21,12 @@ class Cause:
 
 CAUSES = {
     "clean": Cause("no mismatch above the noise floor", "Nothing to do.", defect=False),
+    "above_floor": Cause(
+        "a mismatch far above the noise floor, and no larger than float32 rounding",
+        "Probe the two engines with the model and --earlier weights: a re-scoring that explains it "
+        "names a cause; if none does, sums in another order remain.",
+        defect=False,
+    ),
     "rounding": Cause(
         "rounding noise of the compute dtype",
         "Bound it by c, or compute both sides in float32 or with the same kernels; where they are, "

@@ -35,6 +35,8 @@ FEWEST_COMPLETIONS = 8
 
 FLOAT32_ROUNDING = 1e-5
 """Mean |p - q| of two float32 programs of one model: below 5e-6 in every pair measured."""
+_FAR_ABOVE = 100.0
+"""Mean |p - q| in multiples of a noise floor, from which float32 rounding is not taken for sure."""
 _TIMES = 3.0
 """Mean |p - q| that is still rounding, in multiples of a noise floor or of measured rounding."""
 _ROUNDING_LOG_RATIO = 0.04
@@ -77,7 +79,8 @@ def diagnose(evidence: Evidence) -> list[Finding]:
 
     1. too_few: below 200 tokens or 8 completions, unless a re-scoring or a setting says more.
     2. clean: mean |p - q| within the noise floor or float32's own rounding, and the tokens look
-       sampled from p; unchecked, where no entropy was recorded to look at.
+       sampled from p; unchecked, where no entropy was recorded to look at. Over 100 times a
+       measured noise floor: a re-scoring that explains at least 90%, else above_floor.
     3. A re-scoring that explains at least 90% of the mismatch.
     4. What the columns show alone: a discrepancy that grows while the engine stands still, values
        filled in, misaligned or unrelated columns, support, breaks within completions, age of the
@@ -139,7 +142,10 @@ def _causes(evidence: Evidence) -> list[Finding]:
     if evidence.median_log_ratio <= LARGE_LOG_RATIO:
         agreement = max(agreement, FLOAT32_ROUNDING)
     if evidence.mean <= agreement:
-        return [_agreeing(evidence)]
+        explained = []
+        if is_far_above(evidence.mean, evidence.floor):
+            explained = list(_explained(evidence, _EXPLAINED_ALONE))
+        return explained or [_agreeing(evidence)]
 
     candidates = list(_explained(evidence, _EXPLAINED_ALONE))
     if not few:
@@ -184,6 +190,11 @@ def _causes(evidence: Evidence) -> list[Finding]:
     return findings
 
 
+def is_far_above(mean: float, floor: float | None) -> bool:
+    """Whether a mean |p - q| is over 100 times a noise floor that was measured."""
+    return floor is not None and mean > _FAR_ABOVE * floor
+
+
 def _agreeing(evidence: Evidence) -> Finding:
     bound = "what float32 rounds"
     if evidence.floor and evidence.mean <= evidence.floor:
@@ -191,6 +202,19 @@ def _agreeing(evidence: Evidence) -> Finding:
     line = f"Mean |p - q| {evidence.mean:.2g} is within {bound}."
     if evidence.mean == 0:
         line += " The columns are equal: one column recorded twice? verl: bypass_mode."
+
+    cause = "clean"
+    if is_far_above(evidence.mean, evidence.floor):
+        cause = "above_floor"
+        times = ""
+        if evidence.floor:
+            times = f", the mean {evidence.mean / evidence.floor:,.0f} times that"
+        line += (
+            f" The noise floor is {evidence.floor:.2g}{times}: kernels that sum in "
+            "another order differ so, and so does a small change of the weights. Controlled "
+            "re-scorings tell which."
+        )
+
     surprise = evidence.surprise
     if np.isnan(surprise.mean):
         return _say(
@@ -199,7 +223,7 @@ def _agreeing(evidence: Evidence) -> Finding:
     if surprise.differs(0):
         return _say("raw_logprobs", line, _sampled_elsewhere(evidence))
     return _say(
-        "clean",
+        cause,
         line,
         f"Surprise less entropy {surprise}: raw log-probs on both sides would have shown from "
         f"{surprise.margin + LEAST_DEVIATION:.2g} nats on.",

@@ -66,6 +66,12 @@ _FEWEST_FILLED_ROWS = 4
 """Completions that these are of: in fewer it may be one token that repeats."""
 _TIMES_NEAR = 5
 """Tokens with one value, in multiples of those with its neighbors."""
+_TIMES_RUNS = 5
+"""Runs of tokens in random order, in multiples of those of padding."""
+_HASH_FACTOR = np.int64(6364136223846793005)
+"""a of `_prefix_hashes`, odd: that of Knuth's generator MMIX."""
+_LOWEST = -1e6
+"""Nats; -inf counts as this."""
 _CUT_SURPRISE = 0.1
 """Nats. Tokens that a cut leaves alone are less surprising than the entropy by more."""
 _CUT_FAR = 0.7
@@ -473,8 +479,9 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
 
     Where a column is far from the other one, its values are spread out; even rounded ones have
     neighbors as frequent. A value that 8 tokens of 4 completions there share, five times as many as
-    there are within 5% of it, was filled in. Near temperature 0 most values are zeros; where a cut
-    leaves one token, so is that token's, see `_left_by_a_cut`.
+    there are within 5% of it, was filled in. Samples of one prompt that begin with the same tokens
+    have the same log-probs there, so these count once. Near temperature 0 most values are zeros;
+    where a cut leaves one token, so is that token's, see `_left_by_a_cut`.
 
     Returns:
         The filled values, None without any; all other tokens.
@@ -485,21 +492,25 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
     if not far.any():
         return None, pairs
 
+    counted = _without_repeats(pairs, far)
     for name, column, other in (("engine", log_q, log_p), ("training stack", log_p, log_q)):
-        values, counts = np.unique(column[far], return_counts=True)
+        values, counts = np.unique(column[counted], return_counts=True)
         value = values[counts.argmax()]
         same = column == value
-        exact = far & same
-        near = far & ~same & (np.abs(column - value) < _NEAR * (abs(value) + 1))
+        exact = counted & same
+        near = counted & ~same & (np.abs(column - value) < _NEAR * (abs(value) + 1))
 
         rows = len(np.unique(pairs.completion[exact]))
-        if rows < _FEWEST_FILLED_ROWS or same.mean() > 0.5:
+        if rows < _FEWEST_FILLED_ROWS:
+            continue
+        if same.mean() > 0.5 and not _in_long_runs(pairs, same):
             continue
         if exact.sum() < max(_FEWEST_FILLED, _TIMES_NEAR * near.sum()):
             continue
         if value == 0 and _left_by_a_cut(pairs, same, other):
             continue
 
+        exact = far & same
         filled = Filled(
             column=name,
             value=float(value),
@@ -511,13 +522,55 @@ def _filled(pairs: TokenPairs) -> tuple[Filled | None, TokenPairs]:
     return None, pairs
 
 
+def _in_long_runs(pairs: TokenPairs, mask: np.ndarray) -> bool:
+    """Whether the tokens of `mask` stand in long runs, as padding does.
+
+    A value that most tokens have otherwise, as in a clipped column or near temperature 0, stands
+    anywhere: of k tokens, k (1 - share of `mask`) are followed by another value.
+    """
+    follows = np.append(False, mask[:-1]) & (pairs.position > 0)
+    runs = np.sum(mask & ~follows)
+    return _TIMES_RUNS * runs < mask.sum() * (1 - mask.mean())
+
+
+def _without_repeats(pairs: TokenPairs, mask: np.ndarray) -> np.ndarray:
+    """[n] bool, the tokens of `mask` less those that repeat a measurement of another completion.
+
+    These have the same ids up to and with their own, and the same log-probs to 0.01 nats. A pair
+    has no prompts: samples of different ones differ in the log-probs that are not filled in.
+    """
+    index = np.flatnonzero(mask)
+    hashes = _prefix_hashes(pairs)[index]
+    log_p = np.maximum(pairs.train_logprobs[index], _LOWEST)
+    log_q = np.maximum(pairs.rollout_logprobs[index], _LOWEST)
+    hundredths = np.rint(100 * np.stack([log_p, log_q])).astype(np.int64)
+    measurements = np.column_stack([hashes, *hundredths])
+    _, first_index = np.unique(measurements, axis=0, return_index=True)
+    distinct = np.zeros(len(mask), bool)
+    distinct[index[first_index]] = True
+    return distinct
+
+
+def _prefix_hashes(pairs: TokenPairs) -> np.ndarray:
+    """[n] int64, of the ids of a completion up to each token: sum_t (id_t + 1) a^t mod 2^64."""
+    powers = np.cumprod(np.full(pairs.lengths.max(), _HASH_FACTOR))
+    terms = (pairs.token_ids + np.int64(1)) * powers[pairs.position]
+    sums = np.cumsum(terms)
+    return sums - np.repeat((sums - terms)[pairs.starts], pairs.lengths)
+
+
 def _left_by_a_cut(pairs: TokenPairs, zeros: np.ndarray, other: np.ndarray) -> bool:
     """Whether log-probs of exactly 0 are of tokens that a cut (min-p, top-k of 1) leaves alone.
 
     The engine was all but sure of such a token, so the other column finds it likelier than the
-    average token: by its entropy, or without entropies by the share of tokens below one half. What
-    was filled in stands on any token, or in a row at the beginning or the end of completions.
+    average token: by its entropy, or by the share of tokens below one half without entropies and
+    where most tokens are zeros: sure ones may all follow the first. What was filled in stands on
+    any token, or in a row at the beginning or the end of completions.
     """
+    far = other < -_FAR
+    likelier = mean_of(far[zeros]) < _CUT_FAR * mean_of(far[~zeros])
+    if zeros.mean() > 0.5:
+        return likelier
     if pairs.entropies is not None:
         surprise = -(pairs.train_logprobs + pairs.entropies)[zeros]
         return token_mean(surprise, pairs.completion[zeros]).below(0, _CUT_SURPRISE)
@@ -526,11 +579,7 @@ def _left_by_a_cut(pairs: TokenPairs, zeros: np.ndarray, other: np.ndarray) -> b
     for row in np.split(zeros, pairs.starts[1:]):
         if not row.all():
             at_edges += np.argmin(row) + np.argmin(row[::-1])
-    if at_edges >= _AT_EDGES * zeros.sum():
-        return False
-
-    far = other < -_FAR
-    return mean_of(far[zeros]) < _CUT_FAR * mean_of(far[~zeros])
+    return at_edges < _AT_EDGES * zeros.sum() and likelier
 
 
 def _start(pairs: TokenPairs, mask: np.ndarray) -> dict[str, Any]:

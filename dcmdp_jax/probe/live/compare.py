@@ -32,7 +32,7 @@ from dcmdp_jax.models.quantize import (
 from dcmdp_jax.models.scheme import GROUPED, Scheme
 from dcmdp_jax.models.scheme_products import rounded_in_blocks
 from dcmdp_jax.probe.columns.analysis import Measured, TokenText
-from dcmdp_jax.probe.columns.diagnosis import FLOAT32_ROUNDING
+from dcmdp_jax.probe.columns.diagnosis import FLOAT32_ROUNDING, is_far_above
 from dcmdp_jax.probe.columns.evidence import Explanation
 from dcmdp_jax.probe.columns.pairs import (
     Ragged,
@@ -199,7 +199,8 @@ def explained(
 ) -> Measured:
     """Score again with one thing changed at a time, until one change explains 95% of the mismatch.
 
-    Where the mismatch is within the noise floor, one change is enough.
+    Where the mismatch is within the noise floor, or float32's rounding and not far above a noise
+    floor, one change is enough.
 
     Args:
         measured: the pair.
@@ -208,7 +209,9 @@ def explained(
         show: called with a line on what each change explains.
         keep: gets the pair as it is after each.
     """
-    agrees = measured.pairs.discrepancy.mean() <= max([*measured.floors.values(), FLOAT32_ROUNDING])
+    mean = measured.pairs.discrepancy.mean()
+    floor = max(measured.floors.values(), default=None)
+    agrees = mean <= max(floor or 0.0, FLOAT32_ROUNDING) and not is_far_above(mean, floor)
     rescoring = Rescoring(setup, measured.pairs, prompt_index)
     measured = dataclasses.replace(measured, rounding=rescoring.rounding())
     for explanation in rescoring.explanations():

@@ -411,6 +411,28 @@ def test_the_noise_floor_decides_what_is_clean():
     assert _decide(floor=mean / 3.1)[0].cause == "undetermined"
 
 
+def test_a_mean_far_above_a_measured_noise_floor_is_not_called_clean():
+    # A tensor of the step before: 2.97e-6 is within float32's 1e-5, and 13,500 times the floor.
+    fits = TokenMean(mean=0.0, error=0.01)
+    small = {"mean": 2.97e-6, "median_log_ratio": 1e-5, "surprise": fits}
+    [found] = _decide(**small, floor=2.2e-10)
+    assert found.cause == "above_floor" and "no mismatch" not in found.title
+    assert "Nothing to do" not in found.remedy
+    assert "2.2e-10, the mean 13,500 times that" in found.evidence[0]
+    assert "sum in another order" in found.evidence[0] and "re-scorings" in found.evidence[0]
+    # Engines that do not depend on the batch have a floor of 0.
+    assert "noise floor is 0:" in _decide(**small, floor=0.0)[0].evidence[0]
+
+    # Without a floor, or with one that float32 has, it is float32's rounding.
+    assert _decide(**small)[0].cause == "clean"
+    assert _decide(**small, floor=2.98e-8)[0].cause == "clean"
+    assert _decide(**small | {"mean": 0.0}, floor=0.0)[0].cause == "clean"
+
+    tensor = Explanation(name="norm.weight of step 3", cause="unsynchronized_tensor", share=0.99)
+    for floor, cause in ((2.2e-10, "unsynchronized_tensor"), (2.98e-8, "clean")):
+        assert _decide(**small, floor=floor, explanations=[tensor])[0].cause == cause
+
+
 def test_the_measured_rounding_decides_what_is_rounding():
     mean = _NOISE.mean
     assert _decide(rounding=mean / 2.9)[0].cause == "rounding"
@@ -580,3 +602,99 @@ def test_zeros_of_a_cut_beside_a_quantized_engine_are_not_filled_in(bits, min_p)
     assert "filled" not in _named(pairs) and "filled" not in _named(
         dataclasses.replace(pairs, entropies=None)
     )
+
+
+def _with_a_shared_first_token(completions, spread=0.0, cells=(7, -0.6, -1.5)):
+    """Columns with bfloat16-like noise; the first `completions` begin with the token of `cells`.
+
+    Args:
+        completions: samples of one prompt that begin so; 12 of 16 in a real group.
+        spread: half of the range of its log p from one completion to the next.
+        cells: its id, log p and log q.
+    """
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 1000, (64, 60))
+    train = -rng.exponential(1.0, ids.shape)
+    rollout = np.minimum(train + rng.normal(0, 0.006, ids.shape), 0)
+    first = slice(0, completions)
+    ids[first, 0], train[first, 0], rollout[first, 0] = cells
+    train[first, 0] += np.linspace(-spread, spread, completions)
+    return make_pairs(ids, train, rollout)
+
+
+def test_a_first_token_that_samples_of_one_prompt_share_is_not_filled_in():
+    # Bit-equal log-probs 0.9 nats apart in 12 of 64 completions: one measurement, made 12 times.
+    # 12 counts would be more than the 8 of a value that was filled in.
+    assert "filled" not in _named(_with_a_shared_first_token(12))
+    # A training stack that sums each in another order has them equal but for its last bits.
+    assert "filled" not in _named(_with_a_shared_first_token(12, spread=1e-5))
+    # The control: of 12 prompts, log p differs by more than its rounding.
+    assert "filled" in _named(_with_a_shared_first_token(12, spread=0.15))
+
+
+def test_padding_after_equal_ids_is_filled_in():
+    # The groups' completions share their first 30 tokens, then differ; the padding is alike.
+    rng = np.random.default_rng(0)
+    ids = rng.integers(0, 1000, (64, 60))
+    train = -rng.exponential(1.0, ids.shape)
+    ids[:, :30], train[:, :30] = ids[0, :30], train[0, :30]
+    rollout = np.minimum(train + rng.normal(0, 0.006, ids.shape), 0)
+    ids[:, 50:], train[:, 50:], rollout[:, 50:] = 0, -20.0, 0.0
+    [found] = diagnose(collect(make_pairs(ids, train, rollout)))
+    assert found.cause == "filled" and "exactly 0 on 640 tokens" in found.evidence[0]
+
+
+def _padded(share, train, rollout):
+    """Columns with bfloat16-like noise, then padding with the log-probs `train` and `rollout`."""
+    rng = np.random.default_rng(0)
+    ids = rng.integers(1, 1000, (40, 100))
+    log_p = -rng.exponential(1.0, ids.shape)
+    log_q = np.minimum(log_p + rng.normal(0, 0.006, ids.shape), 0)
+    padding = slice(round(100 * (1 - share)), None)
+    ids[:, padding], log_q[:, padding] = 0, rollout
+    if train is not None:
+        log_p[:, padding] = train
+    else:
+        log_p[:, padding] = -rng.exponential(4.0, log_p[:, padding].shape)
+    return make_pairs(ids, log_p, log_q)
+
+
+@pytest.mark.parametrize("share", [0.3, 0.45, 0.6, 0.8])
+@pytest.mark.parametrize("cells", [(None, 0.0), (-20.0, 0.0), (None, -9999.0), (None, -1.0)])
+def test_padding_is_filled_in_whatever_its_share(share, cells):
+    [filled, *_] = diagnose(collect(_padded(share, *cells)))
+    assert filled.cause == "filled"
+    assert f"exactly {cells[1]:g} on" in filled.evidence[0]
+
+
+@pytest.mark.parametrize("entropies", [True, False])
+def test_a_value_that_most_tokens_have_anywhere_is_not_filled_in(entropies):
+    greedy = causes_recurrent.recording(causes_recurrent.Fault(bits=4, top_k=1), 150, seed=1)
+    clipped = columns(noise=0.01)
+    median = np.median(clipped.rollout_logprobs)
+    clipped = dataclasses.replace(
+        clipped, rollout_logprobs=np.maximum(clipped.rollout_logprobs, median + 0.3)
+    )
+    # The first 10 of 100 tokens are uncertain, and the engine is sure of the others, of which the
+    # training stack finds 1 in 20 unlikely.
+    rng = np.random.default_rng(0)
+    train = -rng.exponential(1.5, (40, 100))
+    unlikely = rng.random((40, 90)) < 0.05
+    train[:, 10:] = np.where(unlikely, -1.5, -0.05) * rng.uniform(0.6, 1.4, unlikely.shape)
+    rollout = np.minimum(train + rng.normal(0, 0.006, train.shape), 0)
+    rollout[:, 10:] = 0
+    ids = rng.integers(0, 1000, train.shape)
+    settled = make_pairs(ids, train, rollout, entropies=np.full(train.shape, 0.2))
+    # The same tokens in another order: it is near temperature 0 and sure of 9 in 10.
+    order = rng.permuted(np.tile(np.arange(100), (40, 1)), axis=1)
+    cold_columns = [np.take_along_axis(x, order, axis=1) for x in (ids, train, rollout)]
+    cold = make_pairs(*cold_columns, entropies=np.full(train.shape, 0.2))
+
+    named = {"greedy": greedy, "clipped": clipped, "settled": settled, "cold": cold}
+    for name, pairs in named.items():
+        assert np.unique(pairs.rollout_logprobs, return_counts=True)[1].max() > 0.5 * len(
+            pairs.token_ids
+        )
+        if not entropies:
+            pairs = dataclasses.replace(pairs, entropies=None)
+        assert "filled" not in _named(pairs), name
