@@ -7,6 +7,7 @@ from typing import Any
 
 import jax
 
+from dcmdp_jax.config.rollout import RolloutSettings
 from dcmdp_jax.config.settings import Config
 from dcmdp_jax.data import episode, packing
 from dcmdp_jax.models.config import Lora, ModelConfig
@@ -125,11 +126,39 @@ def make_step_programs(
         lora: shape of the adapters; None trains all parameters.
     """
     mesh = placement.mesh
-    setup = step_setup(config, model, placement, lora)
-    loss_scale = initial_loss_scale(setup.compute_dtype)
+    compute = placement.compute
+    rollout = config.rollout
+    exact = rollout.precision == "exact"
+    schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
+    optimizer = make_optimizer(config.optimizer, schedule)
+    row_logprobs = make_row_logprobs(
+        model,
+        compute,
+        temperature=rollout.temperature,
+        mesh=mesh,
+        scheme=placement.scheme,
+        head_dtype=config.model.head_dtype,
+        top_gradient=config.algorithm.differentiates_head,
+        cut=rollout.cuts,
+    )
+    setup = StepSetup(
+        row_logprobs=row_logprobs,
+        compute_dtype=compute.dtype,
+        settings=config.algorithm,
+        max_completion_tokens=rollout.max_completion_tokens,
+        optimizer=optimizer,
+        schedule=schedule,
+        mesh=mesh,
+        always_recompute=exact,
+        record_tokens=config.observe.rollouts_every_steps > 0,
+        policy=make_policy(lora),
+        token_rewards=objective.distillation(*config.teacher),
+    )
+
+    loss_scale = initial_loss_scale(compute.dtype)
 
     def fresh(params: Params, dual: DualState) -> TrainState:
-        return new_state(params, setup.optimizer, dual, loss_scale)
+        return new_state(params, optimizer, dual, loss_scale)
 
     shapes = declared_shapes(trained(model, lora), config.model.param_dtype)
     state = jax.eval_shape(fresh, shapes, initial_dual(config.algorithm))
@@ -137,11 +166,11 @@ def make_step_programs(
     batch = packing.abstract_batch(placement.packing, placement.columns)
 
     rescore = None
-    if setup.always_recompute:
-        rescore = make_rescore(setup.row_logprobs, mesh=mesh)
+    if exact:
+        rescore = make_rescore(row_logprobs, mesh=mesh)
     old_logprobs = None
-    if config.rollout.lag:
-        old_logprobs = make_old_logprobs(setup.row_logprobs, mesh=mesh)
+    if rollout.lag:
+        old_logprobs = make_old_logprobs(row_logprobs, mesh=mesh)
     return StepPrograms(
         create=jax.jit(fresh, out_shardings=shardings),
         arguments=(
@@ -154,50 +183,18 @@ def make_step_programs(
         rescore=rescore,
         old_logprobs=old_logprobs,
         setup=setup,
-        sync=sync_programs(config, model, placement, lora),
-    )
-
-
-def step_setup(
-    config: Config, model: ModelConfig, placement: Placement, lora: Lora | None
-) -> StepSetup:
-    """What the step is made of, by the settings."""
-    rollout = config.rollout
-    exact = rollout.precision == "exact"
-    schedule = make_schedule(config.optimizer, updates=config.training.steps * config.mini_batches)
-    return StepSetup(
-        row_logprobs=make_row_logprobs(
-            model,
-            placement.compute,
-            temperature=rollout.temperature,
-            mesh=placement.mesh,
-            scheme=placement.scheme,
-            head_dtype=config.model.head_dtype,
-            top_gradient=config.algorithm.differentiates_head,
-            cut=rollout.cuts,
-        ),
-        compute_dtype=placement.compute.dtype,
-        settings=config.algorithm,
-        max_completion_tokens=rollout.max_completion_tokens,
-        optimizer=make_optimizer(config.optimizer, schedule),
-        schedule=schedule,
-        mesh=placement.mesh,
-        always_recompute=exact,
-        record_tokens=config.observe.rollouts_every_steps > 0,
-        policy=make_policy(lora),
-        token_rewards=objective.distillation(*config.teacher),
+        sync=sync_programs(rollout, model, placement, lora),
     )
 
 
 def sync_programs(
-    config: Config, model: ModelConfig, placement: Placement, lora: Lora | None
+    rollout: RolloutSettings, model: ModelConfig, placement: Placement, lora: Lora | None
 ) -> SyncPrograms:
     """The programs of a weight sync, by the settings."""
-    precision = config.rollout.precision
     if lora is not None:
         apart = placement.engine.arguments.lora is not None
         return SyncPrograms(
-            merged=make_merge(lora, precision, apart=apart),
+            merged=make_merge(lora, rollout.precision, apart=apart),
             watched=lambda _: [],
             arrival=lambda *_: {},
         )
@@ -205,5 +202,7 @@ def sync_programs(
     return SyncPrograms(
         merged=lambda params, _: (params, {}),
         watched=jax.jit(functools.partial(watched_columns, quantized=quantized)),
-        arrival=jax.jit(functools.partial(arrival, quantized=quantized, precision=precision)),
+        arrival=jax.jit(
+            functools.partial(arrival, quantized=quantized, precision=rollout.precision)
+        ),
     )
