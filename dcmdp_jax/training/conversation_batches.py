@@ -42,6 +42,7 @@ class Conversations:
             self._session.leave_if_asked()
             places = everything[first : first + self._count]
             _, packed = self._pack(held_out, places, step=0)
+            # 0 where nothing is learned; repeats have no row.
             for rows in programs.old_logprobs(params, packed.on_devices).rows:
                 total -= float(jnp.sum(rows.columns[OLD_LOGPROBS]))
         return total / sum(int(targets.sum()) for targets in held_out.targets)
@@ -49,7 +50,7 @@ class Conversations:
     def _pack(
         self, conversations: EncodedPrompts, places: np.ndarray, *, step: int
     ) -> tuple[list[episode.Episode], PackedBatch]:
-        """Pack the conversations at these places, repeated up to a step; repeats are dropped."""
+        """Pack the conversations at these places; repeats that fill a step are marked as dropped."""
         episodes = []
         for group, place in enumerate(np.resize(places, self._count)):
             targets = conversations.targets[place]

@@ -30,7 +30,7 @@ _STEP_METRICS = (
     "moe/router_entropy",
     "moe/balance_loss",
 )
-"""Metrics of the step that say something without engine and rewards; `moe/` with experts."""
+"""Metrics of the step that mean something without engine and rewards; `moe/`: only of experts."""
 
 
 def train(run: Run, *, show: Callable[[str], None]) -> None:

@@ -61,9 +61,9 @@ class StepSetup:
         max_completion_tokens: sampling limit, for the fixed-length normalizer.
         optimizer, schedule: see `training/optimizer.py`; the schedule is only for the record.
         mesh: the devices; None for one.
-        always_recompute: take p^Train from a pass of its own for the first mini-batch too, as for
-            all others. A differentiated forward pass is fused differently and differs in the last
-            bits; `make_rescore` needs none.
+        always_recompute: take p^Train from a pass without gradient for the first mini-batch too, as
+            `make_rescore` does: a differentiated pass is fused differently and differs in the last
+            bits.
         record_tokens: also return the tokens of `RecordedTokens`.
         policy: (trained, frozen parameters) -> those of the forward pass; see `make_policy`.
         token_rewards: what the advantages of single tokens have beside their completion's.
@@ -201,9 +201,9 @@ def train_step(
     """Do the optimizer updates of one step and update the multiplier (Algorithm 1).
 
     An update whose gradient norm, loss or advantages are not finite leaves parameters and optimizer
-    as they were and is counted in `optimizer/skipped_updates` and `TrainState.skipped_in_row`. The
-    norm alone would let a NaN advantage pass whose ratio is held at its clamp: the gradient there
-    is 0. The dual update of that step still happens, unless the discrepancy that c bounds is itself
+    as they were and is counted in `optimizer/skipped_updates` and `TrainState.skipped_in_row`. In
+    the norm a NaN advantage would not show where the ratio is at its clamp: the gradient there is
+    0. The dual update of that step still happens, unless the discrepancy that c bounds is itself
     not finite.
 
     Args:
@@ -246,9 +246,9 @@ def train_step(
 def _recompute(setup: StepSetup, params: Params, batch: Batch) -> Batch:
     """p^Train of the mini-batches whose own update can't give it, by a pass before the updates.
 
-    The first mini-batch: its update starts at `params`, so its own forward pass gives p^Train. A
-    pass is needed with `always_recompute`, and for a penalty inside the reward, unless the rows
-    have p^Train of the weights that sampled them.
+    The first mini-batch: its update starts at `params`, so its own forward pass gives p^Train. It
+    needs a pass only with `always_recompute`, or for a penalty inside the reward of rows that do
+    not lag.
 
     The others: always, but with ratio_denominator="bypass" only for lagged rows, whose staleness is
     measured, and for rewards of tokens, which compare with the policy that sampled.
@@ -266,7 +266,7 @@ def _recompute(setup: StepSetup, params: Params, batch: Batch) -> Batch:
     if not first_needs_pass:
         if len(batch.rewards) == 1 or not others_need_pass:
             return batch
-        # No micro-batch of the first.
+        # Of the first mini-batch, run none of its micro-batches.
         micro_batches = jnp.asarray(micro_batches).at[0].set(0)
 
     rescored_batch = with_logprobs(
@@ -380,7 +380,8 @@ def _term_constants(
     """The constants of the further terms of the loss; None where the loss is the surrogate alone.
 
     A pass of its own sums what the terms need of the whole mini-batch, and counts what corrections
-    drop: with that known, the loss is linear in the sums of micro-batches and devices.
+    drop. With both fixed before the gradient, the loss is linear in the sums of micro-batches and
+    devices. The constants in `inputs` are without terms.
     """
     if all(term.metric == objective.SURROGATE for term in setup.terms):
         return None

@@ -56,8 +56,8 @@ class StepPrograms:
         train_step: see `step.train_step`; compiled by `compile_ahead`, else at its first call.
         rescore: with rollout.precision=exact, puts the training stack's log-probs in place of the
             sampler's; else None.
-        old_logprobs: adds the log-probs under the weights that sampled, with rollout.lag; in
-            `dcmdp sft` under any weights, for the held-out loss; else None.
+        old_logprobs: adds log-probs under given weights: with rollout.lag those that sampled, in
+            `dcmdp sft` the present ones, for the held-out loss. Else None.
         setup: what the step is made of.
         sync: what a weight sync needs.
     """
@@ -80,9 +80,9 @@ class StepPrograms:
             hosts: the processes that run them.
 
         Returns:
-            Collective: a function that waits, once, until all processes have compiled them. A
-            process that had not would compile them in its main thread, and wait there for the
-            others, see `SeveralHosts.starting_programs_together`.
+            Collective: a function that returns when every process has compiled them. A process that
+            had not would compile in its main thread, where it waits for the others, see
+            `SeveralHosts.starting_programs_together`.
         """
         state, batch, frozen = self.arguments
         # The batch as it is before `old_logprobs` adds its columns.
